@@ -1,0 +1,43 @@
+# Everything installs itself into $(VENV). Start with `make demo`; `make help` lists the rest.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test check format lint types bench clean
+
+help: ## List the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+setup: $(STAMP) ## Install torino and the tools to work on it into .venv
+
+demo: $(STAMP) ## Install, then reduce the bundled photos and tell what happened
+	$(BIN)/torino reduce --method torino-m --k 2 --delta 2
+
+test: $(STAMP) ## Install, then run all tests
+	$(BIN)/python -m pytest
+
+format: $(STAMP) ## Put the code into house style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(STAMP) ## Check the house style
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP) ## Check the types, strictly
+	$(BIN)/pyright
+
+check: lint types test ## Everything that must pass before a commit
+
+bench: $(STAMP) ## Measure the core against the lone matrix product; rewrites docs/performance.md
+	$(BIN)/python benchmarks/core.py --write docs/performance.md
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -1,0 +1,68 @@
+"""TORINO: visual token reduction for vision-language models, guided by interpretable concepts.
+
+>>> import torch, torino
+>>> tokens = torino.VisualTokens.of(torch.eye(9)[[0, 0, 1, 0, 0, 1, 2, 2, 2]])
+>>> plan = torino.make("torino-m(k=1, delta=1)", sae=torino.RawEmbedding()).plan(tokens)
+>>> plan
+Reduction(9 -> 3 tokens by torino-m(k=1, delta=1): 3 primary)
+>>> plan.apply(tokens.patches).shape
+torch.Size([3, 9])
+>>> print(plan.explain(1))
+Token 1 of 3 (primary) takes the place of patch 2 (row 0, column 2) and sums 2 patches with weights of 0.847. It stands for 2 patches, 22% of the image. They share concept 1. Score 1.
+"""
+
+from torino.calibration import Calibration, calibrate
+from torino.concepts import ConceptEncoder, Concepts, RawEmbedding
+from torino.errors import (
+    BadFile,
+    BadParameter,
+    BadTokens,
+    MissingSignal,
+    SAEMismatch,
+    TorinoError,
+    UnknownName,
+    UnmetBudget,
+    Unreachable,
+)
+from torino.grouping import Groups, group_by_overlap
+from torino.packed import Packed
+from torino.reducers import Reducer, make, names, register
+from torino.reduction import Reduction, ReductionBatch
+from torino.sae import SAE, SAECard
+from torino.story import TokenStory
+from torino.tokens import Origin, VisualTokens, load_tokens, save_tokens
+from torino.version import __version__
+
+__all__ = [
+    "SAE",
+    "BadFile",
+    "BadParameter",
+    "BadTokens",
+    "Calibration",
+    "ConceptEncoder",
+    "Concepts",
+    "Groups",
+    "MissingSignal",
+    "Origin",
+    "Packed",
+    "RawEmbedding",
+    "Reducer",
+    "Reduction",
+    "ReductionBatch",
+    "SAECard",
+    "SAEMismatch",
+    "TokenStory",
+    "TorinoError",
+    "UnknownName",
+    "UnmetBudget",
+    "Unreachable",
+    "VisualTokens",
+    "__version__",
+    "calibrate",
+    "group_by_overlap",
+    "load_tokens",
+    "make",
+    "names",
+    "register",
+    "save_tokens",
+]

@@ -1,0 +1,289 @@
+"""The command ``torino``: what the library does, from a shell."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from torino.errors import BadParameter, TorinoError
+
+app = typer.Typer(
+    name="torino",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Visual token reduction for vision-language models, guided by interpretable concepts.",
+)
+out = Console()
+errors = Console(stderr=True)
+
+BATCH = 16  # images planned at once: enough to fill the matrix product, few enough for the progress bar to move
+
+
+def main() -> None:
+    """Run the command; what is wrong is said in one sentence, with exit code 2."""
+    try:
+        app()
+    except TorinoError as error:
+        _fail(error)
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def _fail(error: Exception) -> NoReturn:
+    errors.print(f"[bold red]torino:[/] {escape(str(error))}", soft_wrap=True)
+    sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from torino.version import __version__
+
+        out.print(f"torino {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top_level(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Visual token reduction for vision-language models, guided by interpretable concepts."""
+
+
+@app.command("list", epilog="Example: [cyan]torino list layouts[/]")
+def list_(
+    what: Annotated[str, typer.Argument(help="reducers, or layouts (of SAE files).")] = "reducers",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the reducers, or the SAE layouts that can be read and written."""
+    from torino.formats import LAYOUTS
+    from torino.reducers import describe, names
+
+    if what == "reducers":
+        rows = [describe(name) for name in names()]
+    elif what == "layouts":
+        rows = [{"name": name, "summary": summary} for name, summary in LAYOUTS.items()]
+    else:
+        raise BadParameter(f"torino list knows 'reducers' and 'layouts', got {what!r}.")
+    if as_json:
+        out.print_json(json.dumps(rows))
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in rows[0]:
+        table.add_column(heading, style="bold" if heading == "name" else None, no_wrap=heading == "name")
+    for row in rows:
+        table.add_row(*[escape(value) for value in row.values()])
+    out.print(table)
+
+
+@app.command(epilog="Examples: [cyan]torino info ./my-sae[/] · [cyan]torino info owner/repository/sub/folder[/]")
+def info(
+    sae: Annotated[str, typer.Argument(metavar="SAE", help="Folder, file or hub repository; 'example' is bundled.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Tell what an SAE is: kind, sizes, threshold, and where it comes from."""
+    loaded = _open_sae(sae)
+    facts: dict[str, Any] = loaded.facts()
+    threshold = loaded.threshold
+    if threshold is not None:
+        facts["threshold"] = (
+            float(threshold) if threshold.ndim == 0 else [float(threshold.min()), float(threshold.max())]
+        )
+    if as_json:
+        out.print_json(json.dumps(facts))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in facts.items():
+        if value not in ("", None):
+            table.add_row(f"[bold]{name}[/]", escape(str(value)))
+    out.print(table)
+
+
+@app.command(
+    epilog="Examples: [cyan]torino reduce[/] (bundled photos) · "
+    "[cyan]torino reduce tokens.npz --sae ./my-sae --method torino-p --k 3 --delta 3 -o out.npz[/] · "
+    "[cyan]torino reduce tokens.safetensors --sae raw --keep 25%[/]"
+)
+def reduce(
+    tokens: Annotated[
+        Path | None,
+        typer.Argument(metavar="TOKENS", help=".npz or .safetensors with 'patches'; bundled photos if left out."),
+    ] = None,
+    sae: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder, file or hub repository of the SAE; 'example' is bundled, 'raw' is the no-SAE ablation."
+        ),
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="Reducer, by name or spec: torino-m, 'torino-p(order=\"native\")', …")
+    ] = "torino-m",
+    k: Annotated[
+        int | None, typer.Option(help="Concepts kept per patch.  [dim]\\[default: the method's own, 2][/]")
+    ] = None,
+    delta: Annotated[
+        int | None,
+        typer.Option(help="Concepts that linked patches share, 1 to k.  [dim]\\[default: the method's own, 2][/]"),
+    ] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="Exactly this many tokens an image; without it the image decides.")
+    ] = None,
+    keep: Annotated[str | None, typer.Option(help="The budget as a share of the patches: 25% or 0.25.")] = None,
+    levels: Annotated[int | None, typer.Option(help="Use only the first Matryoshka levels of the SAE.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write tokens and provenance to .npz or .safetensors.")
+    ] = None,
+    explain: Annotated[int, typer.Option(help="Explain the N largest output tokens of each image.")] = 0,
+    picture: Annotated[
+        bool | None, typer.Option("--picture/--no-picture", help="Draw the groups; by default in a terminal.")
+    ] = None,
+) -> None:
+    """Reduce the visual tokens of images, and show what became of them."""
+    from torino.example import PHOTOS, example_tokens
+    from torino.reducers import make
+    from torino.reduction import Reduction, ReductionBatch
+    from torino.tokens import load_tokens, pack_patches
+
+    bundled = tokens is None
+    if output is not None and output.suffix not in (".npz", ".safetensors"):
+        raise BadParameter(f"--output must end in .npz or .safetensors, got {output.name!r}.")
+    images = example_tokens() if tokens is None else load_tokens(tokens)
+    if sae is None and not bundled:
+        raise BadParameter(
+            "Say which SAE reads these tokens: --sae FOLDER, --sae owner/repository, or --sae raw for none."
+        )
+    encoder = _open_sae(sae or "example", levels=levels)
+    given = {"k": k, "delta": delta, "budget": _budget(budget, keep, [len(image) for image in images])}
+    reducer = make(method, sae=encoder, **{name: value for name, value in given.items() if value is not None})
+
+    plans: list[Reduction] = []
+    columns = (TextColumn("reducing"), BarColumn(), MofNCompleteColumn(), TextColumn("images"), TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True, disable=len(images) <= BATCH) as progress:
+        task = progress.add_task("", total=len(images))
+        for start in range(0, len(images), BATCH):
+            part = images[start : start + BATCH]
+            plans.extend(reducer.plan_batch(part))
+            progress.advance(task, len(part))
+    batch = ReductionBatch.of(plans)
+
+    names = list(PHOTOS) if bundled else [f"image {index}" for index in range(len(images))]
+    out.print(f"[bold]{escape(reducer.spec)}[/] on {len(images)} images of {escape(str(images[0].origin))}")
+    out.print(_summary(names, batch))
+    if picture or (picture is None and out.is_terminal):
+        from torino.terminal import draw_groups
+
+        out.print(draw_groups(list(zip(names, batch, strict=True))[: 4 if picture is None else None], out.width))
+    for name, plan in zip(names, batch, strict=True):
+        largest = sorted(range(len(plan)), key=lambda m: (-int((plan.assigned == m).sum()), m))[:explain]
+        for token in largest:
+            out.print(f"[bold]{escape(name)}[/]: {escape(str(plan.explain(token)))}", highlight=False)
+    if output is not None:
+        reduced = batch.apply(pack_patches(images))
+        batch.save(output, tokens=reduced.values)
+        out.print(
+            f"Wrote {len(reduced.values)} tokens with their provenance to {escape(str(output))}.", highlight=False
+        )
+
+
+@app.command(
+    epilog="Examples: [cyan]torino calibrate --target 128[/] (bundled photos) · "
+    "[cyan]torino calibrate tokens.npz --sae ./my-sae --target 192[/]"
+)
+def calibrate(
+    tokens: Annotated[Path | None, typer.Argument(metavar="TOKENS", help="Tokens of a few typical images.")] = None,
+    target: Annotated[float, typer.Option(help="Wanted average number of tokens an image.")] = 128,
+    sae: Annotated[str | None, typer.Option(help="As for torino reduce.")] = None,
+    max_k: Annotated[int, typer.Option(help="Largest k to try.")] = 6,
+) -> None:
+    """Find the (k, δ) that gives a wanted average number of tokens."""
+    from torino.calibration import calibrate as search
+    from torino.example import example_tokens
+    from torino.tokens import load_tokens
+
+    images = example_tokens() if tokens is None else load_tokens(tokens)
+    if sae is None and tokens is not None:
+        raise BadParameter(
+            "Say which SAE reads these tokens: --sae FOLDER, --sae owner/repository, or --sae raw for none."
+        )
+    found = search(images, target, sae=_open_sae(sae or "example"), max_k=max_k)
+    table = Table(title=f"tokens per image over {len(images)} images", box=None, pad_edge=False)
+    for heading in ("k", "delta", "mean", "min", "median", "max"):
+        table.add_column(heading, justify="right")
+    for (k, delta), counts in sorted(found.table.items(), key=lambda item: float(item[1].double().mean())):
+        chosen = "bold green" if (k, delta) == (found.k, found.delta) else ""
+        row = (float(counts.double().mean()), int(counts.min()), float(counts.double().median()), int(counts.max()))
+        table.add_row(str(k), str(delta), f"{row[0]:.1f}", str(row[1]), f"{row[2]:.0f}", str(row[3]), style=chosen)
+    out.print(table)
+    out.print(f"Nearest to {target:g}: --k {found.k} --delta {found.delta}, {found.mean:.1f} tokens on average.")
+
+
+@app.command(epilog="Example: [cyan]torino export ./my-sae ./for-saelens --layout saelens[/]")
+def export(
+    sae: Annotated[str, typer.Argument(metavar="SAE", help="Folder, file or hub repository.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
+    layout: Annotated[str, typer.Option(help="torino, dictionary_learning or saelens.")] = "torino",
+) -> None:
+    """Write an SAE in another library's layout."""
+    from torino.formats import write_sae
+
+    loaded = _open_sae(sae)
+    out.print(f"Wrote {escape(str(write_sae(loaded, folder, layout)))} in the {layout} layout.", highlight=False)
+
+
+def _open_sae(name: str, levels: int | None = None) -> Any:
+    """Open the SAE a person named on the command line."""
+    from torino.concepts import RawEmbedding
+    from torino.example import example_sae
+    from torino.sae import SAE
+
+    if name == "raw":
+        return RawEmbedding()
+    loaded = example_sae() if name == "example" else SAE.load(name)
+    return loaded if levels is None else loaded.first(levels)
+
+
+def _budget(budget: int | None, keep: str | None, lengths: list[int]) -> int | None:
+    """Turn ``--budget`` or ``--keep`` into a number of tokens."""
+    if keep is None:
+        return budget
+    if budget is not None:
+        raise BadParameter("Give --budget or --keep, not both.")
+    try:
+        share = float(keep.rstrip("%")) / (100 if keep.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise BadParameter(f"--keep must be a share such as 25% or 0.25, got {keep!r}.")
+    if len(set(lengths)) > 1:
+        raise BadParameter(
+            f"--keep needs images of one size, these have {min(lengths)} to {max(lengths)} patches. Give --budget."
+        )
+    return max(1, round(share * lengths[0]))
+
+
+def _summary(names: list[str], batch: Any) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("image", "patches", "tokens", "removed", "largest group"):
+        table.add_column(heading, justify="left" if heading == "image" else "right")
+    rows = [
+        (name, plan.patches, len(plan), int(plan.assigned[plan.assigned >= 0].bincount().max()))
+        for name, plan in zip(names, batch, strict=True)
+    ]
+    for name, patches, tokens, largest in rows[:20]:
+        table.add_row(escape(name), str(patches), str(tokens), f"{1 - tokens / patches:.1%}", f"{largest} patches")
+    if len(rows) > 20:
+        table.add_row(f"… {len(rows) - 20} more", "", "", "", "")
+    if len(rows) > 1:
+        patches, tokens = sum(row[1] for row in rows) / len(rows), sum(row[2] for row in rows) / len(rows)
+        table.add_section()
+        table.add_row("mean", f"{patches:.0f}", f"{tokens:.1f}", f"{1 - tokens / patches:.1%}", "", style="bold")
+    return table

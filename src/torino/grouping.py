@@ -1,0 +1,245 @@
+"""Grouping: patches that share at least δ of their top-k concepts, joined into connected components.
+
+Two sets of k concepts share at least δ of them exactly when they share a subset of size δ. So each patch gets
+C(k, δ) keys, one per subset, and the components of the bipartite graph of patches and keys are those of the
+paper's token graph: O(N·C(k, δ)) instead of O(k²N²), for all images of a batch at once and with no loop over
+patches or pairs. For δ = k a patch has one key and no graph is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torino.concepts import Concepts
+from torino.errors import BadParameter, BadTokens
+from torino.packed import fits
+from torino.strongest import SILENT
+
+Silent = Literal["group", "keep", "literal"]
+Ints = NDArray[np.int64]
+
+MOST_KEYS = 64  # beyond this many subsets a patch, counting shared concepts by a sparse product is cheaper
+PRODUCT_ROWS = 1024  # patches of one block of that product, which bounds its memory
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """A partition of the patches of one or several images.
+
+    Attributes
+    ----------
+    label : Tensor of shape (N,), int64
+        Group of each patch, numbered by first appearance; groups never span two images.
+    sizes : Tensor of shape (G,), int64
+        Patches in each group.
+    offsets : Tensor of shape (images + 1,), int64
+        Image i owns groups ``offsets[i]:offsets[i+1]``.
+    """
+
+    label: Tensor
+    sizes: Tensor
+    offsets: Tensor
+
+    def __len__(self) -> int:
+        """Return the number of groups, G, over all images."""
+        return len(self.sizes)
+
+    @property
+    def counts(self) -> Tensor:
+        """Groups of each image, shape (images,): the length a dynamic reduction gives it."""
+        return self.offsets.diff()
+
+
+def group_by_overlap(
+    concepts: Concepts, delta: int, *, silent: Silent = "group", offsets: Tensor | None = None
+) -> Groups:
+    """Group patches that share at least ``delta`` of their strongest concepts.
+
+    Patches i and j are linked when |A_i ∩ A_j| ≥ δ; a group is a connected component (paper, Sec. 3.2).
+
+    A patch may have fewer than k active latents. By default a silent slot is no concept: it agrees only with
+    a silent slot of the other patch, a link needs at least one real concept in common, and the patches of an
+    image with no active concept at all form one group.
+
+    Parameters
+    ----------
+    concepts : Concepts
+        Top-k latents per patch.
+    delta : int
+        Least number of shared concepts, from 1 to k.
+    silent : {"group", "keep", "literal"}
+        ``"keep"``: a patch with no active concept stays a group of its own. ``"literal"``: silent slots are
+        filled with the lowest latents first, as arg-top-k over zeros does (see :meth:`Concepts.literal`).
+    offsets : Tensor of shape (images + 1,), optional
+        Where each image begins among the patches; without it they are one image.
+
+    Returns
+    -------
+    Groups
+        ``label`` of shape (N,), numbered by first appearance in raster order.
+
+    Examples
+    --------
+    The paper's own: two patches whose strongest concepts c1 and c2 differ, and which share c3.
+
+    >>> c1, c2, c3 = 1, 2, 3
+    >>> one, two = Concepts.of([[c1], [c2]]), Concepts.of([[c1, c3], [c2, c3]])
+    >>> group_by_overlap(one, delta=1).label.tolist()  # k = 1: distinct argmax buckets
+    [0, 1]
+    >>> group_by_overlap(two, delta=1).label.tolist()  # k = 2: c3 is shared
+    [0, 0]
+    >>> group_by_overlap(two, delta=2).label.tolist()  # the sets are not identical
+    [0, 1]
+    """
+    if not 1 <= delta <= concepts.k:
+        raise BadParameter(
+            f"delta must be between 1 and k={concepts.k}, got {delta}: "
+            "patches cannot share more concepts than each one keeps."
+        )
+    if silent not in get_args(Silent):
+        raise BadParameter(f"silent must be one of {', '.join(map(repr, get_args(Silent)))}, got {silent!r}.")
+    if not len(concepts):
+        raise BadTokens("There are no patches to group. An image has at least one.")
+    if offsets is not None and not fits(offsets, len(concepts)):
+        raise BadTokens(f"offsets must rise from 0 to the number of patches, {len(concepts)}.")
+    if silent == "literal":
+        concepts = concepts.literal()
+    lengths = np.array([len(concepts)]) if offsets is None else offsets.diff().cpu().numpy()
+    image = np.repeat(np.arange(len(lengths)), lengths)
+
+    symbols, real, mute = _symbols(concepts.indices.cpu().numpy())
+    label = _components(symbols, real, delta, image, mute if silent == "group" else np.zeros_like(mute))
+    return _numbered(label, image, len(lengths), concepts.indices.device)
+
+
+def shared_concepts(concepts: Concepts, groups: Groups) -> Tensor:
+    """The latent that most members of each group have among their top k, shape (G,); −1 where all are silent.
+
+    Ties go to the larger summed activation, then to the lowest latent.
+    """
+    indices, label = concepts.indices.cpu().numpy(), groups.label.cpu().numpy()
+    shared = np.full(len(groups), SILENT)
+    member, slot = (indices != SILENT).nonzero()
+    if len(member):
+        latent = indices[member, slot]
+        width = int(latent.max()) + 1
+        pair, inverse, count = np.unique(label[member] * width + latent, return_inverse=True, return_counts=True)
+        values = concepts.values.detach().cpu().double().numpy()[member, slot]
+        weight = np.bincount(inverse.reshape(-1), weights=values)
+        group, latent = pair // width, pair % width
+        best = np.lexsort((latent, -weight, -count, group))  # the last key leads
+        group, latent = group[best], latent[best]
+        leads = np.concatenate([[True], group[1:] != group[:-1]])
+        shared[group[leads]] = latent[leads]
+    return torch.from_numpy(shared).to(concepts.indices.device)
+
+
+def _symbols(indices: Ints) -> tuple[Ints, int, NDArray[np.bool_]]:
+    """Rename latents to 0..R-1 and the t-th silent slot of a row to R+t, rows sorted; R; rows all silent.
+
+    Numbering the silent slots makes two rows share min(s_i, s_j) of them, and keeps every row a set.
+    """
+    is_silent = indices == SILENT
+    names, compact = np.unique(indices, return_inverse=True)
+    compact = compact.reshape(indices.shape).astype(np.int64)
+    real = len(names)
+    if names[0] == SILENT:
+        compact, real = compact - 1, real - 1
+    symbols = np.where(is_silent, real + is_silent.cumsum(1) - 1, compact)
+    symbols.sort(axis=1)
+    if (symbols[:, 1:] == symbols[:, :-1]).any():
+        row = int((symbols[:, 1:] == symbols[:, :-1]).any(1).nonzero()[0][0])
+        raise BadParameter(f"Patch {row} names one concept twice; the top-k concepts of a patch are distinct.")
+    return symbols, real, is_silent.all(1)
+
+
+def _components(symbols: Ints, real: int, delta: int, image: Ints, together: NDArray[np.bool_]) -> Ints:
+    """Label the patches by component; patches that are ``together`` count as linked within their image."""
+    patches, k = symbols.shape
+    if comb(k, delta) > MOST_KEYS:
+        return _components_by_product(symbols, real, delta, image, together)
+    subsets = np.array(list(combinations(range(k), delta)))
+    rows, which = (symbols[:, subsets[:, 0]] < real).nonzero()  # sorted rows: the first symbol is real, if any is
+    key = image[rows]
+    for column in subsets.T:
+        key = _paired(key, symbols[rows, column[which]], real + k)
+    extra = together.nonzero()[0]
+    _, key = np.unique(key, return_inverse=True)
+    key = np.concatenate([key.reshape(-1), key.size + image[extra]])  # past every other key: one per image
+    rows = np.concatenate([rows, extra])
+    if delta == k:  # at most one key a patch: the key is the component
+        label = key.size + image.size + np.arange(patches)
+        label[rows] = key
+        return label
+    return _linked(rows, patches + key, patches, patches + int(key.max(initial=-1)) + 1)
+
+
+def _components_by_product(symbols: Ints, real: int, delta: int, image: Ints, together: NDArray[np.bool_]) -> Ints:
+    """Do the same by counting shared concepts, for k so large that subsets would be too many."""
+    from scipy.sparse import csr_array
+
+    patches, k = symbols.shape
+    is_real = symbols < real
+    spare = k - is_real.sum(1)
+    rows, slots = is_real.nonzero()
+    columns = image[rows] * real + symbols[rows, slots]
+    _, columns = np.unique(columns, return_inverse=True)
+    shape = (patches, int(columns.max(initial=0)) + 1)
+    has = csr_array((np.ones(len(rows), np.int32), (rows, columns)), shape=shape)
+    label = np.arange(patches)
+    has_t = has.T.tocsr()
+    extra = together.nonzero()[0]
+    for start in range(0, patches, PRODUCT_ROWS):
+        shared = (has[start : start + PRODUCT_ROWS] @ has_t).tocoo()  # only pairs with a real concept in common
+        i, j = shared.coords[0] + start, shared.coords[1]
+        linked = shared.data + np.minimum(spare[i], spare[j]) >= delta
+        ends = np.concatenate([j[linked], label])
+        label = _linked(np.concatenate([i[linked], np.arange(patches)]), ends, patches, patches)
+        label = _first_member(label)
+    ends = np.concatenate([label, patches + image[extra]])
+    return _linked(np.concatenate([np.arange(patches), extra]), ends, patches, patches + int(image[-1]) + 1)
+
+
+def _paired(key: Ints, symbol: Ints, base: int) -> Ints:
+    """Fold another symbol into integer keys, without collisions and without overflow."""
+    if int(key.max(initial=0)) >= 2**62 // base:
+        key = np.unique(key, return_inverse=True)[1].reshape(-1)
+    return key * base + symbol
+
+
+def _linked(left: Ints, right: Ints, patches: int, nodes: int) -> Ints:
+    """Component labels of the first ``patches`` nodes of a graph given by its edges."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    graph = csr_array((np.ones(len(left), np.bool_), (left, right)), shape=(nodes, nodes))
+    _, label = cast(tuple[int, NDArray[Any]], connected_components(graph, directed=False))
+    return label[:patches].astype(np.int64)
+
+
+def _first_member(label: Ints) -> Ints:
+    """Name each component by its first patch."""
+    _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
+    return first[inverse]
+
+
+def _numbered(label: Ints, image: Ints, images: int, device: torch.device) -> Groups:
+    """Number the components by first appearance."""
+    _, first, inverse, sizes = np.unique(label, return_index=True, return_inverse=True, return_counts=True)
+    order = first.argsort()
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    counts = np.bincount(image[first], minlength=images)
+    return Groups(
+        label=torch.from_numpy(rank[inverse]).to(device),
+        sizes=torch.from_numpy(sizes[order]).to(device),
+        offsets=torch.from_numpy(np.concatenate([[0], counts.cumsum()])),
+    )

@@ -1,0 +1,141 @@
+"""What every reducer is, and the registry: ``register``, ``make``, ``names``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from inspect import getdoc
+from typing import Any, ClassVar, TypeVar, cast
+
+from torino.errors import BadParameter, unknown_name
+from torino.reduction import Reduction, ReductionBatch
+from torino.tokens import VisualTokens
+
+
+class Reducer(ABC):
+    """A method that reduces the visual tokens of an image: a frozen dataclass of its hyperparameters.
+
+    Write :meth:`plan`. Override :meth:`plan_batch` where all images can be planned at once.
+    """
+
+    name: ClassVar[str] = ""
+    """Its name in the registry."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Signals beyond the patches that it reads: ``"cls"``, ``"cls_attention"``, ``"keys"``."""
+    always_shown: ClassVar[tuple[str, ...]] = ()
+    """Hyperparameters that its spec names even at their defaults."""
+
+    @abstractmethod
+    def plan(self, tokens: VisualTokens) -> Reduction:
+        """Decide what becomes of the tokens of one image."""
+
+    def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
+        """Decide for several images; each is planned as if it were alone."""
+        return ReductionBatch.of([self.plan(tokens) for tokens in images])
+
+    @property
+    def spec(self) -> str:
+        """Name and hyperparameters as text that :func:`make` reads back; objects such as the SAE are left out."""
+        shown = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in _plain_fields(self)
+            if field.name in self.always_shown or getattr(self, field.name) != field.default
+        ]
+        return f"{self.name}({', '.join(shown)})"
+
+    def __repr__(self) -> str:
+        """Return the spec."""
+        return self.spec
+
+
+Class = TypeVar("Class", bound=type[Reducer])
+_registry: dict[str, type[Reducer]] = {}
+
+
+def register(name: str) -> Callable[[Class], Class]:
+    """Give a reducer class its name. A name can be taken once."""
+
+    def add(cls: Class) -> Class:
+        if name in _registry and _registry[name].__qualname__ != cls.__qualname__:
+            raise BadParameter(f"A reducer called {name!r} is registered already: {_registry[name].__qualname__}.")
+        cls.name = name
+        type.__setattr__(cls, "__repr__", Reducer.__repr__)  # a dataclass writes its own, with the whole SAE in it
+        _registry[name] = cls
+        return cls
+
+    return add
+
+
+def names() -> list[str]:
+    """Names of all registered reducers, sorted."""
+    return sorted(_registry)
+
+
+def get(name: str) -> type[Reducer]:
+    """Return the class of a registered name."""
+    if name not in _registry:
+        raise unknown_name("reducer", name, names())
+    return _registry[name]
+
+
+def make(spec: str, **parameters: Any) -> Reducer:
+    """Build a reducer from its name or spec; keyword arguments add to the spec and overrule it.
+
+    Examples
+    --------
+    >>> from torino import RawEmbedding
+    >>> make("torino-m(k=3, delta=2)", sae=RawEmbedding())
+    torino-m(k=3, delta=2)
+    """
+    name, values = _parse(spec)
+    cls = get(name)
+    values |= parameters
+    accepted = [field.name for field in _fields(cls) if field.init]
+    for given in values:
+        if given not in accepted:
+            raise BadParameter(f"{name} has no parameter {given!r}. It takes {', '.join(accepted)}.")
+    for field in _fields(cls):
+        required = field.default is MISSING and field.default_factory is MISSING
+        if required and field.name not in values:
+            hint = ": an SAE (SAE.load(...)) or RawEmbedding()" if field.name == "sae" else ""
+            raise BadParameter(f"{name} needs {field.name}{hint}. Give it as make({name!r}, {field.name}=...).")
+    return cls(**values)
+
+
+def describe(name: str) -> dict[str, str]:
+    """One line about a registered reducer, for lists: its summary, hyperparameters and needs."""
+    cls = get(name)
+    plain = [field for field in _fields(cls) if field.default is not MISSING]
+    return {
+        "name": name,
+        "summary": (getdoc(cls) or "").split("\n")[0],
+        "parameters": ", ".join(f"{field.name}={field.default!r}" for field in plain),
+        "needs": ", ".join(sorted(cls.needs)) or "patches only",
+    }
+
+
+def _fields(cls: object) -> tuple[Field[Any], ...]:
+    return fields(cast(Any, cls)) if is_dataclass(cls) else ()
+
+
+def _plain_fields(reducer: Reducer) -> list[Field[Any]]:
+    plain = (bool, int, float, str, type(None))
+    return [field for field in _fields(reducer) if isinstance(getattr(reducer, field.name), plain)]
+
+
+def _parse(spec: str) -> tuple[str, dict[str, Any]]:
+    match = re.fullmatch(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*", spec, re.DOTALL)
+    if not match:
+        raise BadParameter(f"Cannot read the reducer {spec!r}. Write a name, or name(k=2, delta=2).")
+    name, arguments = match.group(1), match.group(2) or ""
+    try:
+        call = ast.parse(f"f({arguments})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise ValueError("only name=value pairs are read")
+        values: Mapping[str, Any] = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise BadParameter(f"Cannot read the parameters of {spec!r} ({error}). Write name(k=2, delta=2).") from error
+    return name, dict(values)

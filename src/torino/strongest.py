@@ -1,0 +1,250 @@
+"""The k strongest latents of every token, exactly, without ever holding the N × C matrix of activations.
+
+The score of token i and latent j is *defined* as
+
+    s(i, j) = float32( Σ_d x[i, d]·w[j, d] + b[j] ),  products and sum in float64, in a fixed order,
+
+and the answer is ordered by falling score, ties by rising latent index. That definition knows nothing of
+chunk sizes, batch sizes or threads, so neither does the answer: an image gets the same concepts alone and in
+a batch. Speed comes from a screen in front of it. A float32 matrix product, chunk by chunk into one small
+buffer, finds a few candidates a token; only these are scored as above; and a rounding-error bound proves that
+no latent outside the candidates can belong to the answer. The rare token without such a proof (near-ties, many
+identical latents) is searched exhaustively in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROWS = 1024  # tokens a tile; keeps the score buffer small however many images are packed
+COLUMNS = 4096  # latents a chunk
+DEPTH = 32  # latents that share a lane in the first, cheap maximum
+SPARE = 4  # candidates beyond k that usually complete the proof
+WORKSPACE = 1 << 20  # float64 elements the exact scores may hold at once (8 MiB)
+SILENT = -1  # the index of a slot that holds no active latent
+
+
+@torch.no_grad()
+def strongest(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    k: int,
+    floor: Tensor,
+    *,
+    largest_norm: float | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the ``k`` strongest active latents of each token.
+
+    Parameters
+    ----------
+    x : Tensor of shape (N, D), float32
+        Tokens, already centred and normalised as the SAE wants them.
+    weight : Tensor of shape (C, D), float32
+        Encoder rows, one per latent.
+    bias : Tensor of shape (C,), float32
+    k : int
+        From 1 to C.
+    floor : Tensor of shape () or (C,), float32
+        A latent is active when its score is above its floor.
+    largest_norm : float, optional
+        The largest Euclidean norm of a row of ``weight``; computed when it is not given.
+    chunk : int, optional
+        Latents scored at a time. Changes speed and memory, never the answer.
+
+    Returns
+    -------
+    indices : Tensor of shape (N, k), int64
+        By falling score; ``-1`` in slots that no active latent fills.
+    values : Tensor of shape (N, k), float32
+        The scores; 0 in silent slots.
+    """
+    indices = torch.full((len(x), k), SILENT, device=x.device)
+    values = torch.zeros(len(x), k, device=x.device)
+    norm = float(weight.norm(dim=1).max()) if largest_norm is None else largest_norm
+    for start in range(0, len(x), ROWS):
+        rows = slice(start, start + ROWS)
+        indices[rows], values[rows] = _tile(x[rows], weight, bias, k, floor, norm, chunk or COLUMNS)
+    return indices, values
+
+
+def stable_top(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """``torch.topk`` over the last dimension of float32 values, with ties settled for the lowest index.
+
+    Each value and its index are folded into one integer, so no two entries are ever equal.
+
+    Examples
+    --------
+    >>> stable_top(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 2)
+    (tensor([[1, 2]]), tensor([[3., 3.]]))
+    """
+    place = torch.arange(values.shape[-1], device=values.device)
+    keys = (_ordered(values) << 32) | (0xFFFFFFFF - place)
+    order = 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return order, values.gather(-1, order)
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """Integers in the same order as the float32 ``values`` (+0 and −0 alike)."""
+    bits = (values + 0.0).contiguous().view(torch.int32).to(torch.int64)
+    return torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
+
+
+def _tile(
+    x: Tensor, weight: Tensor, bias: Tensor, k: int, floor: Tensor, norm: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    slack = _screen_error(x, bias, norm)
+    candidates, edge = _screen(x, weight, bias, min(k + SPARE, len(weight)), floor, slack, chunk)
+    scores = _scores(x, weight, bias, candidates)
+    scores = scores.masked_fill(scores <= _of(floor, candidates), -torch.inf)
+    indices, values = _best(candidates, scores, k)
+
+    # A latent outside the candidates scores at most edge + slack. It cannot matter if that is below the
+    # k-th score found, or, where k scores were not found, if no latent was left outside at all.
+    reach = edge.double() + slack
+    reach += 2.0**-22 * reach.abs()
+    proven = (reach < values[:, -1].double()) | (edge == -torch.inf)
+    if floor.ndim == 0:
+        proven |= reach <= floor.double()
+    if not bool(proven.all()):
+        unproven = ~proven
+        indices[unproven], values[unproven] = _search(x[unproven], weight, bias, k, floor, norm)
+    return indices.masked_fill(values == -torch.inf, SILENT), values.masked_fill(values == -torch.inf, 0.0)
+
+
+def _screen_error(x: Tensor, bias: Tensor, norm: float) -> Tensor:
+    """How far a float32 product may lie from the true score, per token (any order of summation), in float64."""
+    unit = 2.0**-24
+    # below "highest", the backend may first round both inputs to 11 (TF32) or 8 (bfloat16) bits
+    rounded = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
+    if x.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        rounded = max(rounded, 2.0**-10)
+    terms = (x.shape[1] + 2) * unit
+    gamma = terms / (1 - terms) + rounded
+    size = x.double().norm(dim=1) * norm * (1 + 1e-6) + bias.abs().max().double()
+    return gamma * size + x.shape[1] * 2.0**-149
+
+
+def _screen(
+    x: Tensor, weight: Tensor, bias: Tensor, m: int, floor: Tensor, slack: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Find ``m`` candidates a token by float32 score, and the largest such score outside them (−inf if none)."""
+    n, latents = len(x), len(weight)
+    chunk = min(chunk, latents)
+    buffer = x.new_empty(n * chunk)
+    held = x.new_full((n, m), -torch.inf)  # falling along a row, so its last column is the bar to pass
+    found = torch.zeros(n, m, dtype=torch.int64, device=x.device)
+    for start in range(0, latents, chunk):
+        stop = min(start + chunk, latents)
+        scores = buffer[: n * (stop - start)].view(n, stop - start)
+        torch.addmm(bias[start:stop], x, weight[start:stop].T, out=scores)
+        if floor.ndim == 1:  # a floor per latent cannot be checked on the edge alone, so silence it here
+            scores.masked_fill_(scores + slack[:, None].float() * 1.01 <= floor[start:stop], -torch.inf)
+        rows, values, columns = _leaders(scores, m, held[:, -1])
+        values, columns = torch.cat([held[rows], values], 1), torch.cat([found[rows], columns + start], 1)
+        held[rows], order = values.topk(m, dim=1)
+        found[rows] = columns.gather(1, order)
+    edge = held[:, -1] if m < latents else held.new_full((n,), -torch.inf)
+    return found, edge
+
+
+def _leaders(scores: Tensor, m: int, bar: Tensor) -> tuple[Tensor | slice, Tensor, Tensor]:
+    """The entries above the ``bar`` of their row, at most the ``m`` largest: rows, values and columns.
+
+    A row is cut into lanes of ``DEPTH`` strided columns. Its m largest entries lie in the m lanes with the
+    largest maxima, and a maximum over lanes is one pass of vector instructions where a top-k is not. Most
+    rows of the later chunks have no entry above their bar and are left at once.
+    """
+    n, width = scores.shape
+    lanes = width // DEPTH
+    if lanes * DEPTH != width or lanes <= m:
+        values, columns = scores.topk(min(m, width), dim=1)
+        return slice(None), values, columns
+    stacked = scores.view(n, DEPTH, lanes)
+    peaks = stacked.amax(1)
+    passing = (~(peaks <= bar[:, None])).sum(1)  # "not below" lets NaN through, for the exhaustive search to settle
+    rows = passing.nonzero()[:, 0]
+    m = min(m, int(passing.max()))
+    if not m:
+        return rows, scores.new_empty(0, 0), rows.new_empty(0, 0)
+    lane = peaks[rows].topk(m, dim=1, sorted=False).indices
+    depth = torch.arange(DEPTH, device=scores.device)
+    columns = (depth[:, None] * lanes + lane[:, None, :]).flatten(1)
+    values = scores[rows[:, None], columns]
+    values, order = values.topk(m, dim=1, sorted=False)
+    return rows, values, columns.gather(1, order)
+
+
+def _scores(x: Tensor, weight: Tensor, bias: Tensor, candidates: Tensor) -> Tensor:
+    """The defining scores of the ``candidates`` of each token, shape (N, m)."""
+    n, m = candidates.shape
+    token = torch.arange(n, device=x.device).repeat_interleave(m)
+    return _pair_scores(x, weight, bias, token, candidates.reshape(-1)).view(n, m)
+
+
+def _pair_scores(x: Tensor, weight: Tensor, bias: Tensor, token: Tensor, latent: Tensor) -> Tensor:
+    """The defining scores of pairs (token, latent): a float64 sum in an order that depends on D alone."""
+    scores = x.new_empty(len(token))
+    step = max(1, WORKSPACE // max(1, x.shape[1]))
+    for start in range(0, len(token), step):
+        t, j = token[start : start + step], latent[start : start + step]
+        product = weight[j].double().mul_(x[t])
+        scores[start : start + step] = (product.sum(1) + bias[j].double()).float()
+    return scores
+
+
+def _best(columns: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Order candidates by falling score, ties by rising latent, and keep ``k``."""
+    columns, rising = columns.sort(dim=1)
+    order, values = stable_top(scores.gather(1, rising), k)
+    return columns.gather(1, order), values
+
+
+def _search(x: Tensor, weight: Tensor, bias: Tensor, k: int, floor: Tensor, norm: float) -> tuple[Tensor, Tensor]:
+    """Search every latent for tokens the screen could not settle: slow, exhaustive, same definition.
+
+    A float64 product discards all latents that are clearly below the k-th best so far; the others are
+    scored by the definition and merged in.
+    """
+    n = len(x)
+    x64 = x.double()
+    slack = (x.shape[1] + 2) * 2.0**-52 * (x64.norm(dim=1) * norm + bias.abs().max().double())
+    indices = torch.full((n, k), SILENT, device=x.device)
+    values = x.new_full((n, k), -torch.inf)
+    step = max(1, min(COLUMNS, WORKSPACE // max(n, x.shape[1])))
+    for start in range(0, len(weight), step):
+        stop = min(start + step, len(weight))
+        rough = torch.addmm(bias[start:stop].double(), x64, weight[start:stop].double().T)
+        rough += slack[:, None] + 2.0**-22 * rough.abs()  # never below the defining score
+        least = floor.double() if floor.ndim == 0 else floor[start:stop].double()
+        open_ = (rough >= values[:, -1:].double()) & (rough > least)
+        token, column = open_.nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        latent = column + start
+        scores = _pair_scores(x, weight, bias, token, latent)
+        keep = scores > _of(floor, latent)
+        indices, values = _merge(indices, values, token[keep], latent[keep], scores[keep])
+    return indices, values
+
+
+def _merge(indices: Tensor, values: Tensor, token: Tensor, latent: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge scored pairs into the ordered lists (N, k) of the tokens they belong to."""
+    n, k = indices.shape
+    held = torch.arange(n, device=token.device).repeat_interleave(k)
+    token = torch.cat([held, token])
+    latent = torch.cat([indices.reshape(-1), latent])
+    scores = torch.cat([values.reshape(-1), scores])
+    for key, falling in ((latent, False), (scores, True), (token, False)):  # last sort is the leading key
+        order = key.argsort(stable=True, descending=falling)
+        token, latent, scores = token[order], latent[order], scores[order]
+    first = torch.searchsorted(token, torch.arange(n, device=token.device))
+    rank = torch.arange(len(token), device=token.device) - first[token]
+    kept = rank < k
+    return latent[kept].view(n, k), scores[kept].view(n, k)
+
+
+def _of(floor: Tensor, latents: Tensor) -> Tensor:
+    return floor if floor.ndim == 0 else floor[latents]

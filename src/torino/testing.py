@@ -1,0 +1,132 @@
+"""The house contract, public: put your own reducer through the tests that ours must pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from torino.errors import UnmetBudget
+from torino.reducers import Reducer, make, names
+from torino.reduction import Reduction
+from torino.tokens import VisualTokens
+
+GRIDS = ((8, 8), (5, 3), (1, 7), (4, 4), (1, 1))
+
+
+def sample_tokens(width: int = 16, *, seed: int = 0) -> list[VisualTokens]:
+    """A few small images on odd grids with every signal, clustered so that groups form; same seed, same tokens."""
+    source = torch.Generator().manual_seed(seed)
+    images: list[VisualTokens] = []
+    for grid in GRIDS:
+        n = grid[0] * grid[1]
+        centres = torch.randn(max(2, n // 6), width, generator=source)
+        picked = centres[torch.randint(len(centres), (n,), generator=source)]
+        attention = torch.rand(2, n, generator=source)
+        images.append(
+            VisualTokens(
+                patches=picked + 0.1 * torch.randn(n, width, generator=source),
+                grid=grid,
+                cls=torch.randn(width, generator=source),
+                cls_attention=attention / attention.sum(1, keepdim=True),
+                keys=torch.randn(n, 8, generator=source),
+            )
+        )
+    return images
+
+
+def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None) -> None:
+    """Raise AssertionError, in words, if a reducer breaks what torino expects of any method.
+
+    It must honour its budget, give well-formed rows in the order it says, plan each image independently of
+    its neighbours and of the batch, give the same plan twice, leave its input and the global random state
+    alone, take half precision, and be rebuilt by its own spec.
+
+    Parameters
+    ----------
+    reducer : Reducer
+    tokens : sequence of VisualTokens, optional
+        Images to try it on; by default small ones of the width that ``reducer.sae`` reads, if it has one.
+
+    Examples
+    --------
+    >>> from torino import RawEmbedding, make
+    >>> check_reducer(make("torino-p", sae=RawEmbedding()))
+    """
+    width = getattr(getattr(reducer, "sae", None), "width", 16)
+    images = list(tokens) if tokens is not None else sample_tokens(width)
+    images = [image for image, _ in _plannable(reducer, images)]
+    _expect(bool(images), reducer, "planned none of the sample images")
+    before = [image.patches.clone() for image in images]
+    random_state, numpy_state = torch.get_rng_state(), repr(np.random.get_state())  # noqa: NPY002
+
+    plans = [reducer.plan(image) for image in images]
+    for image, plan in zip(images, plans, strict=True):
+        _check_plan(reducer, image, plan)
+    for again, plan in zip([reducer.plan(image) for image in images], plans, strict=True):
+        _expect(same_plan(again, plan), reducer, "gave two plans for the same image")
+    for batch in (images, images[::-1]):
+        alone = plans if batch is images else plans[::-1]
+        for together, plan in zip(reducer.plan_batch(batch), alone, strict=True):
+            _expect(same_plan(together, plan), reducer, "planned an image differently in a batch")
+
+    for image, patches in zip(images, before, strict=True):
+        _expect(torch.equal(image.patches, patches), reducer, "changed its input")
+    _expect(torch.equal(torch.get_rng_state(), random_state), reducer, "used torch's global random state")
+    _expect(repr(np.random.get_state()) == numpy_state, reducer, "used numpy's global random state")  # noqa: NPY002
+    for image in images[:1]:
+        half = reducer.plan(image.with_(patches=image.patches.half()))
+        _check_plan(reducer, image, half)
+    if reducer.name in names():
+        _expect(make(reducer.spec, **_objects(reducer)).spec == reducer.spec, reducer, "is not rebuilt by its spec")
+
+
+def same_plan(one: Reduction, other: Reduction) -> bool:
+    """Whether two reductions are the same in every number and label."""
+    tensors = ("sources", "weights", "offsets", "anchor", "concept", "assigned")
+    return (
+        all(torch.equal(getattr(one, name), getattr(other, name)) for name in tensors)
+        and torch.equal(one.score.nan_to_num(), other.score.nan_to_num())
+        and (one.role, one.grid, one.by) == (other.role, other.grid, other.by)
+    )
+
+
+def _plannable(reducer: Reducer, images: Sequence[VisualTokens]) -> Iterator[tuple[VisualTokens, Reduction]]:
+    """The images that are large enough for the reducer's budget."""
+    for image in images:
+        try:
+            yield image, reducer.plan(image)
+        except UnmetBudget:
+            _expect(getattr(reducer, "budget", None) is not None, reducer, "raised UnmetBudget without a budget")
+
+
+def _check_plan(reducer: Reducer, image: VisualTokens, plan: Reduction) -> None:
+    _expect(plan.grid == image.grid, reducer, f"gave a plan for grid {plan.grid}, not {image.grid}")
+    _expect(plan.by == reducer.spec, reducer, f"signed its plan {plan.by!r}, not {reducer.spec!r}")
+    budget = getattr(reducer, "budget", None)
+    if budget is not None:
+        _expect(len(plan) == budget, reducer, f"gave {len(plan)} tokens for a budget of {budget}")
+    _expect(len(plan) >= 1, reducer, "gave no token at all")
+    _expect(bool((plan.offsets.diff() >= 1).all()), reducer, "gave a token made of nothing")
+    _expect(bool(torch.isfinite(plan.weights).all()), reducer, "gave weights that are not finite")
+    if getattr(reducer, "order", None) == "raster":
+        place = torch.where(plan.anchor < 0, plan.patches, plan.anchor)
+        _expect(bool((place.diff() >= 0).all()), reducer, "promised raster order and broke it")
+    reduced = plan.apply(image.patches, image.cls)
+    _expect(reduced.shape == (len(plan), image.width), reducer, f"reduced to shape {tuple(reduced.shape)}")
+    _expect(bool(torch.isfinite(reduced).all()), reducer, "made tokens that are not finite")
+
+
+def _objects(reducer: Reducer) -> dict[str, Any]:
+    """Fields that a spec cannot spell, such as the SAE."""
+    plain = (bool, int, float, str, type(None))
+    names_ = [field.name for field in fields(cast(Any, reducer))] if is_dataclass(reducer) else []
+    return {name: getattr(reducer, name) for name in names_ if not isinstance(getattr(reducer, name), plain)}
+
+
+def _expect(truth: bool, reducer: Reducer, complaint: str) -> None:
+    if not truth:
+        raise AssertionError(f"{reducer!r} {complaint}.")
