@@ -71,7 +71,8 @@ def list_(
     if what == "reducers":
         rows = [describe(name) for name in names()]
     elif what == "layouts":
-        rows = [{"name": name, "summary": summary} for name, summary in LAYOUTS.items()]
+        rows = [{"name": name, "read": "yes", "written": "yes"} for name in LAYOUTS]
+        rows.append({"name": "sparsify", "read": "yes", "written": "no"})
     else:
         raise BadParameter(f"torino list knows 'reducers' and 'layouts', got {what!r}.")
     if as_json:
@@ -146,6 +147,9 @@ def reduce(
     picture: Annotated[
         bool | None, typer.Option("--picture/--no-picture", help="Draw the groups; by default in a terminal.")
     ] = None,
+    draw: Annotated[
+        Path | None, typer.Option(help="Write a picture of the groups to .png, .jpg or .webp; needs torino\\[draw].")
+    ] = None,
 ) -> None:
     """Reduce the visual tokens of images, and show what became of them."""
     from torino.example import PHOTOS, example_tokens
@@ -186,6 +190,9 @@ def reduce(
         largest = sorted(range(len(plan)), key=lambda m: (-int((plan.assigned == m).sum()), m))[:explain]
         for token in largest:
             out.print(f"[bold]{escape(name)}[/]: {escape(str(plan.explain(token)))}", highlight=False)
+    if draw is not None:
+        _draw(draw, names, batch, bundled)
+        out.print(f"Drew {min(len(images), 8)} images to {escape(str(draw))}.", highlight=False)
     if output is not None:
         reduced = batch.apply(pack_patches(images))
         batch.save(output, tokens=reduced.values)
@@ -249,6 +256,18 @@ def _open_sae(name: str, levels: int | None = None) -> Any:
         return RawEmbedding()
     loaded = example_sae() if name == "example" else SAE.load(name)
     return loaded if levels is None else loaded.first(levels)
+
+
+def _draw(path: Path, names: list[str], batch: Any, bundled: bool) -> None:
+    """Draw the first images, over their photos where there are any."""
+    from torino.draw import draw_sheet, read_photo, save_picture
+    from torino.example import example_folder
+
+    rows: dict[str, Any] = {}
+    for name, plan in list(zip(names, batch, strict=True))[:8]:
+        photo = read_photo(example_folder() / "photos" / f"{name}.jpg") if bundled else None
+        rows[name] = (photo, [(plan.by, plan)])
+    save_picture(draw_sheet(rows), path)
 
 
 def _budget(budget: int | None, keep: str | None, lengths: list[int]) -> int | None:

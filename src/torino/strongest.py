@@ -20,8 +20,8 @@ from torch import Tensor
 ROWS = 1024  # tokens a tile; keeps the score buffer small however many images are packed
 COLUMNS = 4096  # latents a chunk
 DEPTH = 32  # latents that share a lane in the first, cheap maximum
-SPARE = 4  # candidates beyond k that usually complete the proof
-WORKSPACE = 1 << 20  # float64 elements the exact scores may hold at once (8 MiB)
+SPARE = 2  # candidates beyond k that usually complete the proof
+WORKSPACE = 1 << 18  # float64 elements the exact scores may hold at once (2 MiB)
 SILENT = -1  # the index of a slot that holds no active latent
 
 
@@ -96,16 +96,20 @@ def _tile(
     x: Tensor, weight: Tensor, bias: Tensor, k: int, floor: Tensor, norm: float, chunk: int
 ) -> tuple[Tensor, Tensor]:
     slack = _screen_error(x, bias, norm)
-    candidates, edge = _screen(x, weight, bias, min(k + SPARE, len(weight)), floor, slack, chunk)
-    scores = _scores(x, weight, bias, candidates)
+    candidates, rough = _screen(x, weight, bias, min(k + SPARE, len(weight)), floor, slack, chunk)
+    scores = _candidate_scores(x, weight, bias, candidates, rough, k, slack)
     scores = scores.masked_fill(scores <= _of(floor, candidates), -torch.inf)
     indices, values = _best(candidates, scores, k)
 
     # A latent outside the candidates scores at most edge + slack. It cannot matter if that is below the
-    # k-th score found, or, where k scores were not found, if no latent was left outside at all.
-    reach = edge.double() + slack
+    # k-th score found, or below the floor, or if no latent was left outside at all.
+    edge = rough[:, -1].double()
+    proven = edge == -torch.inf
+    if candidates.shape[1] == len(weight):
+        proven = torch.ones_like(proven)
+    reach = edge + slack
     reach += 2.0**-22 * reach.abs()
-    proven = (reach < values[:, -1].double()) | (edge == -torch.inf)
+    proven |= reach < values[:, -1].double()
     if floor.ndim == 0:
         proven |= reach <= floor.double()
     if not bool(proven.all()):
@@ -130,58 +134,76 @@ def _screen_error(x: Tensor, bias: Tensor, norm: float) -> Tensor:
 def _screen(
     x: Tensor, weight: Tensor, bias: Tensor, m: int, floor: Tensor, slack: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Find ``m`` candidates a token by float32 score, and the largest such score outside them (−inf if none)."""
+    """Find ``m`` candidates a token and their float32 scores, falling; no latent outside them scores higher.
+
+    Only scores above the bar, the m-th best so far, are looked at. They gather in a pool, and the bar is raised
+    after 1, 2, 4, 8 … chunks: on average m entries a token join the pool between two of these.
+    """
     n, latents = len(x), len(weight)
     chunk = min(chunk, latents)
     buffer = x.new_empty(n * chunk)
-    held = x.new_full((n, m), -torch.inf)  # falling along a row, so its last column is the bar to pass
-    found = torch.zeros(n, m, dtype=torch.int64, device=x.device)
-    for start in range(0, latents, chunk):
+    found = torch.full((n, m), SILENT, device=x.device)
+    rough = x.new_full((n, m), -torch.inf)
+    pool: list[tuple[Tensor, Tensor, Tensor]] = []
+    for turn, start in enumerate(range(0, latents, chunk), start=1):
         stop = min(start + chunk, latents)
         scores = buffer[: n * (stop - start)].view(n, stop - start)
         torch.addmm(bias[start:stop], x, weight[start:stop].T, out=scores)
-        if floor.ndim == 1:  # a floor per latent cannot be checked on the edge alone, so silence it here
+        if floor.ndim == 1:  # a floor per latent cannot be checked on the bar alone, so silence it here
             scores.masked_fill_(scores + slack[:, None].float() * 1.01 <= floor[start:stop], -torch.inf)
-        rows, values, columns = _leaders(scores, m, held[:, -1])
-        values, columns = torch.cat([held[rows], values], 1), torch.cat([found[rows], columns + start], 1)
-        held[rows], order = values.topk(m, dim=1)
-        found[rows] = columns.gather(1, order)
-    edge = held[:, -1] if m < latents else held.new_full((n,), -torch.inf)
-    return found, edge
+        token, column, score = _above(scores, m, rough[:, -1])
+        pool.append((token, column + start, score))
+        if turn & (turn - 1) == 0 or stop == latents or len(token) > n * m:
+            found, rough = _merge(found, rough, *[torch.cat(part) for part in zip(*pool, strict=True)])
+            pool.clear()
+    return found, rough
 
 
-def _leaders(scores: Tensor, m: int, bar: Tensor) -> tuple[Tensor | slice, Tensor, Tensor]:
-    """The entries above the ``bar`` of their row, at most the ``m`` largest: rows, values and columns.
+def _above(scores: Tensor, m: int, bar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The entries above the ``bar`` of their row, of which at least the ``m`` largest: rows, columns, values.
 
-    A row is cut into lanes of ``DEPTH`` strided columns. Its m largest entries lie in the m lanes with the
-    largest maxima, and a maximum over lanes is one pass of vector instructions where a top-k is not. Most
-    rows of the later chunks have no entry above their bar and are left at once.
+    A row is cut into lanes of ``DEPTH`` strided columns: a maximum over lanes is one pass of vector
+    instructions, and after the first chunks hardly any lane passes the bar. Where too many do, the m largest
+    of each row are taken instead.
     """
     n, width = scores.shape
-    lanes = width // DEPTH
-    if lanes * DEPTH != width or lanes <= m:
-        values, columns = scores.topk(min(m, width), dim=1)
-        return slice(None), values, columns
-    stacked = scores.view(n, DEPTH, lanes)
-    peaks = stacked.amax(1)
-    passing = (~(peaks <= bar[:, None])).sum(1)  # "not below" lets NaN through, for the exhaustive search to settle
-    rows = passing.nonzero()[:, 0]
-    m = min(m, int(passing.max()))
-    if not m:
-        return rows, scores.new_empty(0, 0), rows.new_empty(0, 0)
-    lane = peaks[rows].topk(m, dim=1, sorted=False).indices
+    if width % DEPTH == 0:
+        lanes = scores.view(n, DEPTH, width // DEPTH)
+        # "not below" instead of "above" lets NaN through, for the exhaustive search to settle
+        row, lane = (~(lanes.amax(1) <= bar[:, None])).nonzero(as_tuple=True)
+        if len(row) <= 4 * n * m:
+            values = lanes[row, :, lane]
+            pair, depth = (~(values <= bar[row, None])).nonzero(as_tuple=True)
+            return row[pair], depth * lanes.shape[2] + lane[pair], values[pair, depth]
+    values, columns = _leaders(scores, min(m, width))
+    row = torch.arange(n, device=scores.device).repeat_interleave(values.shape[1])
+    return row, columns.reshape(-1), values.reshape(-1)
+
+
+def _leaders(scores: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The ``m`` largest of each row and their columns: they lie in the m lanes with the largest maxima."""
+    n, width = scores.shape
+    if width % DEPTH or width // DEPTH <= m:
+        values, columns = scores.topk(m, dim=1, sorted=False)
+        return values, columns
+    lanes = scores.view(n, DEPTH, width // DEPTH)
+    lane = lanes.amax(1).topk(m, dim=1, sorted=False).indices
     depth = torch.arange(DEPTH, device=scores.device)
-    columns = (depth[:, None] * lanes + lane[:, None, :]).flatten(1)
-    values = scores[rows[:, None], columns]
-    values, order = values.topk(m, dim=1, sorted=False)
-    return rows, values, columns.gather(1, order)
+    columns = (depth[:, None] * lanes.shape[2] + lane[:, None, :]).flatten(1)
+    values, order = scores.gather(1, columns).topk(m, dim=1, sorted=False)
+    return values, columns.gather(1, order)
 
 
-def _scores(x: Tensor, weight: Tensor, bias: Tensor, candidates: Tensor) -> Tensor:
-    """The defining scores of the ``candidates`` of each token, shape (N, m)."""
-    n, m = candidates.shape
-    token = torch.arange(n, device=x.device).repeat_interleave(m)
-    return _pair_scores(x, weight, bias, token, candidates.reshape(-1)).view(n, m)
+def _candidate_scores(
+    x: Tensor, weight: Tensor, bias: Tensor, candidates: Tensor, rough: Tensor, k: int, slack: Tensor
+) -> Tensor:
+    """The defining scores of the candidates, shape (N, m); −inf for those that cannot be among the best k."""
+    least = rough[:, min(k, rough.shape[1]) - 1].double() - 2 * slack
+    open_ = ~(rough.double() < (least - 2.0**-22 * least.abs())[:, None]) & (candidates != SILENT)
+    token, slot = open_.nonzero(as_tuple=True)
+    scores = torch.full_like(rough, -torch.inf)
+    scores[token, slot] = _pair_scores(x, weight, bias, token, candidates[token, slot])
+    return scores
 
 
 def _pair_scores(x: Tensor, weight: Tensor, bias: Tensor, token: Tensor, latent: Tensor) -> Tensor:
@@ -231,15 +253,16 @@ def _search(x: Tensor, weight: Tensor, bias: Tensor, k: int, floor: Tensor, norm
 
 
 def _merge(indices: Tensor, values: Tensor, token: Tensor, latent: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge scored pairs into the ordered lists (N, k) of the tokens they belong to."""
+    """Merge scored pairs into the ordered lists (N, k) of the tokens they belong to (NaN counts as largest)."""
     n, k = indices.shape
     held = torch.arange(n, device=token.device).repeat_interleave(k)
     token = torch.cat([held, token])
     latent = torch.cat([indices.reshape(-1), latent])
     scores = torch.cat([values.reshape(-1), scores])
-    for key, falling in ((latent, False), (scores, True), (token, False)):  # last sort is the leading key
-        order = key.argsort(stable=True, descending=falling)
-        token, latent, scores = token[order], latent[order], scores[order]
+    # sorted by token, then by falling score, then by rising latent: stable sorts, the leading key last
+    order = ((_ordered(scores) << 32) | (0xFFFFFFFF - latent.clamp(min=0))).argsort(descending=True)
+    order = order[token[order].argsort(stable=True)]
+    token, latent, scores = token[order], latent[order], scores[order]
     first = torch.searchsorted(token, torch.arange(n, device=token.device))
     rank = torch.arange(len(token), device=token.device) - first[token]
     kept = rank < k

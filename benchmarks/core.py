@@ -1,0 +1,232 @@
+"""How much TORINO itself costs, beside the one matrix product that it cannot do without.
+
+In one run, in turn: (a) the method as the paper describes it, dense latents, top-k, a comparison of all pairs and
+union-find; (b) a lone float32 matrix product of that size, the floor; (c) torino, whole and by stage.
+
+    python benchmarks/core.py                                # prints the tables
+    python benchmarks/core.py --write docs/performance.md    # and writes them into the page
+    python benchmarks/core.py --quick                        # small sizes, a few seconds
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from report import machine, parser, peak_extra_memory, ratio, time_side_by_side, write_section
+from torch import Tensor
+
+from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
+
+K, DELTA = 3, 3  # the paper's finest setting, and its most costly
+
+
+@dataclass
+class Setting:
+    """One size: tokens and an SAE of random weights."""
+
+    tokens: VisualTokens
+    sae: SAE
+
+    @classmethod
+    def of(cls, n: int, d: int, c: int, seed: int) -> Setting:
+        """Tokens in clusters, as patches of a photo are, and unit-norm encoder rows."""
+        random = torch.Generator().manual_seed(seed)
+        centres = torch.randn(max(2, n // 12), d, generator=random)
+        patches = centres[torch.randint(len(centres), (n,), generator=random)]
+        patches = patches + 0.5 * torch.randn(n, d, generator=random)
+        weight = torch.nn.functional.normalize(torch.randn(c, d, generator=random), dim=1)
+        bias = 0.01 * torch.randn(c, generator=random)
+        sae = SAE(weight, bias, kind="matryoshka", threshold=0.5, groups=(c // 4, c - c // 4), k=20)
+        rows = next(r for r in range(int(n**0.5), 0, -1) if n % r == 0)
+        return cls(VisualTokens(patches, (rows, n // rows)), sae)
+
+
+def dense_top(sae: SAE, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Stage 1 as the paper writes it: all latents of all tokens, then the top k."""
+    values, indices = sae.encode(x).topk(k, dim=1)
+    return indices, values
+
+
+def pairwise_groups(sets: list[frozenset[int]], delta: int) -> list[int]:
+    """Stage 2 as the paper writes it for δ > 1: compare all pairs, union-find."""
+    parent = list(range(len(sets)))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for i, mine in enumerate(sets):
+        for j in range(i):
+            if len(mine & sets[j]) >= delta:
+                parent[find(i)] = find(j)
+    return [find(i) for i in range(len(sets))]
+
+
+def pairwise_groups_vectorised(indices: Tensor, delta: int) -> Tensor:
+    """The same comparison of all pairs as one tensor operation, components by scipy: a stronger rival to (a)."""
+    from scipy.sparse.csgraph import connected_components
+
+    shared = (indices[:, None, :, None] == indices[None, :, None, :]).sum((2, 3))
+    return torch.from_numpy(connected_components((shared >= delta).numpy(), directed=False)[1])
+
+
+def paper_pipeline(setting: Setting) -> Tensor:
+    """(a), whole: dense latents, top-k, pairs, and the merged tokens group by group."""
+    x = setting.tokens.patches
+    indices, _ = dense_top(setting.sae, x, K)
+    label = pairwise_groups([frozenset(row) for row in indices.tolist()], DELTA)
+    members: dict[int, list[int]] = {}
+    for patch, group in enumerate(label):
+        members.setdefault(group, []).append(patch)
+    merged = [(1 + torch.tensor(len(g)).log()) / len(g) * x[g].sum(0) for g in members.values()]
+    return torch.stack(merged)
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    line = "| " + " | ".join(headings) + " |"
+    rule = "|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(headings))) + "|"
+    return "\n".join([line, rule, *["| " + " | ".join(row) + " |" for row in rows]])
+
+
+def whole(setting: Setting) -> Callable[[], Tensor]:
+    reducer = make(f"torino-m(k={K}, delta={DELTA})", sae=setting.sae)
+    return lambda: reducer.plan(setting.tokens).apply(setting.tokens.patches)
+
+
+def measure_size(n: int, d: int, c: int, rounds: int, seed: int, with_paper: bool) -> list[list[str]]:
+    """Time one size; rows for the table."""
+    setting = Setting.of(n, d, c, seed)
+    x, sae = setting.tokens.patches, setting.sae
+    out = torch.empty(n, c)
+    reducer = make(f"torino-m(k={K}, delta={DELTA})", sae=sae)
+    concepts = sae.top(x, K)
+    groups = group_by_overlap(concepts, DELTA)
+    plan = reducer.plan(setting.tokens)
+
+    tasks: dict[str, Callable[[], object]] = {
+        "(b) lone matrix product, into a buffer that is there": lambda: torch.mm(x, sae.W_enc.T, out=out),
+        "(b') lone matrix product, as one writes it: `x @ W.T`": lambda: x @ sae.W_enc.T,
+        "(c) torino-m, tokens to reduced tokens": whole(setting),
+        "— concepts (`sae.top`)": lambda: sae.top(x, K),
+        "— grouping": lambda: group_by_overlap(concepts, DELTA),
+        "— reduction (plan and apply)": lambda: (
+            reducer.reduce_groups(concepts, groups, [setting.tokens.grid]),  # type: ignore[attr-defined]
+            plan.apply(x),
+        ),
+    }
+    if with_paper:
+        tasks["(a) as the paper writes it"] = lambda: paper_pipeline(setting)
+    seconds = time_side_by_side(tasks, rounds)
+    floor = seconds["(b) lone matrix product, into a buffer that is there"]
+    return [
+        [name, f"{statistics.median(times) * 1e3:.1f}", f"{min(times) * 1e3:.1f}", f"{ratio(times, floor):.3f}"]
+        for name, times in seconds.items()
+    ]
+
+
+def measure_grouping(n: int, c: int, rounds: int, seed: int) -> list[list[str]]:
+    """Grouping alone, for the settings of (k, δ), against both ways of comparing pairs."""
+    rows: list[list[str]] = []
+    sae_setting = Setting.of(n, 64, c, seed)
+    for k, delta in ((1, 1), (2, 2), (3, 3), (2, 1), (3, 2), (6, 3)):
+        concepts: Concepts = sae_setting.sae.top(sae_setting.tokens.patches, k)
+        sets = [frozenset(row) for row in concepts.indices.tolist()]
+        seconds = time_side_by_side(
+            {
+                "ours": lambda: group_by_overlap(concepts, delta),
+                "pairs": lambda: pairwise_groups(sets, delta),
+                "vectorised": lambda: pairwise_groups_vectorised(concepts.indices, delta),
+            },
+            rounds,
+        )
+        ours, pairs, vectorised = (statistics.median(seconds[name]) * 1e3 for name in ("ours", "pairs", "vectorised"))
+        rows.append(
+            [
+                f"({k}, {delta})",
+                str(len(group_by_overlap(concepts, delta))),
+                f"{ours:.2f}",
+                f"{pairs:.1f}",
+                f"{ratio(seconds['pairs'], seconds['ours']):.0f} ×",
+                f"{vectorised:.1f}",
+                f"{ratio(seconds['vectorised'], seconds['ours']):.1f} ×",
+            ]
+        )
+    return rows
+
+
+def measure_length(d: int, c: int, lengths: list[int], rounds: int, seed: int) -> list[list[str]]:
+    """How the cost grows with the number of tokens."""
+    rows: list[list[str]] = []
+    for n in lengths:
+        setting = Setting.of(n, d, c, seed)
+        x = setting.tokens.patches
+        task = whole(setting)
+        seconds = time_side_by_side({"ours": task, "floor": lambda: x @ setting.sae.W_enc.T}, rounds)
+        ours = statistics.median(seconds["ours"])
+        rows.append(
+            [f"{n:,}", f"{ours * 1e3:.0f}", f"{ours / n * 1e6:.0f}", f"{ratio(seconds['ours'], seconds['floor']):.3f}"]
+        )
+    return rows
+
+
+def measure_memory(n: int, d: int, c: int, seed: int) -> list[list[str]]:
+    """Peak resident memory beyond tokens and weights."""
+    setting = Setting.of(n, d, c, seed)
+    task = whole(setting)
+    task()  # loads scipy and lets the math library take its own workspace, which a lone product takes too
+    dense_top(setting.sae, setting.tokens.patches, K)
+    ours = min(peak_extra_memory(task) for _ in range(3))
+    dense = min(peak_extra_memory(lambda: dense_top(setting.sae, setting.tokens.patches, K)) for _ in range(3))
+    latents = n * c * 4 / 2**20
+    return [
+        ["the N × C latents alone", f"{latents:.0f}"],
+        ["dense encode and top-k", f"{dense:.0f}"],
+        ["torino-m, tokens to reduced tokens", f"{ours:.1f}"],
+    ]
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    given = arguments.parse_args()
+    rounds, seed = (2, given.seed) if given.quick else (given.rounds, given.seed)
+    n, d, sizes, lengths = (
+        (64, 128, [2048], [64, 128]) if given.quick else (576, 1024, [65536, 4096], [576, 1152, 2304, 4608, 9216])
+    )
+    parts = [f"Measured by `benchmarks/core.py`, seed {seed}, median of {rounds} rounds in turn. {machine()}."]
+    for c in sizes:
+        rows = measure_size(n, d, c, rounds, seed, with_paper=True)
+        parts += [f"**{n} tokens × {d} wide × {c:,} latents, (k, δ) = ({K}, {DELTA})**"]
+        parts += [table(["", "median ms", "best ms", "ratio to (b)"], rows)]
+        print(parts[-2], parts[-1], sep="\n\n", flush=True)
+    parts += [f"**Extra memory at {n} × {d} × {sizes[0]:,}, MiB beyond tokens and weights**"]
+    parts += [table(["", "MiB"], measure_memory(n, d, sizes[0], seed))]
+    print(parts[-2], parts[-1], sep="\n\n", flush=True)
+    parts += [f"**Grouping alone, {n} tokens, milliseconds**"]
+    headings = [
+        "(k, δ)",
+        "groups",
+        "ours",
+        "all pairs, Python",
+        "ours is faster by",
+        "all pairs, tensor",
+        "ours is faster by",
+    ]
+    parts += [table(headings, measure_grouping(n, sizes[-1], rounds, seed))]
+    print(parts[-2], parts[-1], sep="\n\n", flush=True)
+    parts += [f"**Growth with the number of tokens, {sizes[-1]:,} latents; the floor here is `x @ W.T`**"]
+    rows = measure_length(d, sizes[-1], lengths, rounds, seed)
+    parts += [table(["tokens", "ms", "µs a token", "ratio to the floor"], rows)]
+    print(parts[-2], parts[-1], sep="\n\n", flush=True)
+    if given.write:
+        write_section(given.write, "core", "\n\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()

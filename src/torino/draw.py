@@ -1,0 +1,126 @@
+"""Pictures: a Reduction over its image. Needs Pillow (``pip install "torino[draw]"``)."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torino.errors import BadFile, TorinoError
+from torino.files import write_whole
+from torino.reduction import Reduction
+
+try:
+    from PIL import Image, ImageDraw, ImageFont
+except ImportError as error:
+    raise TorinoError(
+        'Pictures need Pillow, which is not installed. Install it with pip install "torino[draw]".'
+    ) from error
+
+Style = Literal["groups", "kept"]
+Pixels = NDArray[np.float64]
+
+GOLDEN = 0.6180339887  # hues a golden ratio apart: neighbouring numbers never look alike
+INK, PAPER, MUTED = (32, 34, 38), (255, 255, 255), (110, 114, 120)
+
+
+def token_colour(token: int) -> tuple[int, int, int]:
+    """A colour for an output token; numbers that follow each other differ clearly."""
+    red, green, blue = colorsys.hsv_to_rgb((token * GOLDEN) % 1, 0.5 + 0.4 * (token % 3) / 2, 0.7 + 0.25 * (token % 2))
+    return round(red * 255), round(green * 255), round(blue * 255)
+
+
+def draw_reduction(
+    plan: Reduction, photo: Image.Image | None = None, *, style: Style = "groups", side: int = 336
+) -> Image.Image:
+    """Draw one reduction over its photo (or over grey), ``side`` pixels on the longer side.
+
+    ``"groups"``: patches that one token stands for share a colour and an outline; patches alone keep the colours of
+    the photo, and patches that no token stands for are dark. ``"kept"``: patches whose place an output token takes
+    are shown as they are, all others faded.
+    """
+    rows, columns = plan.grid
+    cell = max(2, side // max(rows, columns))
+    size = (columns * cell, rows * cell)
+    base = np.asarray((photo or Image.new("RGB", size, (190, 190, 190))).convert("RGB").resize(size), np.float64)
+    token = _enlarged(plan.assigned.numpy().reshape(rows, columns), cell)
+    if style == "kept":
+        kept = np.zeros(rows * columns, np.bool_)
+        kept[plan.anchor[plan.anchor >= 0].numpy()] = True
+        shown = np.where(_enlarged(kept.reshape(rows, columns), cell)[..., None], base, 0.18 * base + 0.82 * 255)
+        return Image.fromarray(shown.round().astype(np.uint8))
+    sizes = plan.assigned[plan.assigned >= 0].bincount(minlength=len(plan)).numpy()
+    colours = np.array([token_colour(number) for number in range(len(plan))], np.float64)
+    grey = base.mean(-1, keepdims=True)
+    tinted = 0.45 * grey + 0.55 * colours[np.maximum(token, 0)]
+    shown = np.where((sizes[np.maximum(token, 0)] > 1)[..., None], tinted, base)
+    shown = np.where((token >= 0)[..., None], shown, 0.25 * base)
+    shown[_edges(token)] = 255
+    return Image.fromarray(shown.round().astype(np.uint8))
+
+
+def draw_sheet(
+    rows: Mapping[str, tuple[Image.Image | None, Sequence[tuple[str, Reduction]]]],
+    *,
+    style: Style = "groups",
+    side: int = 240,
+) -> Image.Image:
+    """Draw several reductions of several photos: one photo a row, first as it is, then each reduction with its count.
+
+    Parameters
+    ----------
+    rows : mapping of name to (photo or None, sequence of (heading, Reduction))
+    """
+    gap, label, head = 10, 22, 26
+    widest = max(len(plans) for _, plans in rows.values()) + 1
+    sheet = Image.new("RGB", (gap + widest * (side + gap), head + len(rows) * (side + label + gap)), PAPER)
+    pen, large, small = ImageDraw.Draw(sheet), ImageFont.load_default(15), ImageFont.load_default(13)
+    for line, (name, (photo, plans)) in enumerate(rows.items()):
+        top = head + line * (side + label + gap)
+        cells = [(name, photo, f"{plans[0][1].patches} tokens" if plans else "")]
+        cells += [
+            (heading, draw_reduction(plan, photo, style=style, side=side), f"{len(plan)} tokens")
+            for heading, plan in plans
+        ]
+        for place, (heading, picture, caption) in enumerate(cells):
+            left = gap + place * (side + gap)
+            if line == 0 and place:
+                pen.text((left, 6), heading, INK, large)
+            if picture is not None:
+                sheet.paste(picture.resize((side, side)) if place == 0 else picture, (left, top))
+            pen.text((left, top + side + 3), caption if place else f"{name}: {caption}", MUTED, small)
+    return sheet
+
+
+def read_photo(path: str | Path) -> Image.Image:
+    """Open a photo, upright and in RGB."""
+    from PIL import ImageOps
+
+    try:
+        with Image.open(path) as opened:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise BadFile(f"{path} is not a readable picture ({error}). Give a JPEG, PNG or WebP file.") from error
+
+
+def save_picture(picture: Image.Image, path: str | Path) -> Path:
+    """Write a picture as PNG, JPEG or WebP by its ending, whole or not at all."""
+    if Path(path).suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        raise BadFile(f"Cannot write the picture {path}: its ending must be .png, .jpg or .webp.")
+    return write_whole(path, lambda target: picture.save(target))
+
+
+def _enlarged(grid: NDArray[Any], cell: int) -> NDArray[Any]:
+    return grid.repeat(cell, 0).repeat(cell, 1)
+
+
+def _edges(token: NDArray[Any]) -> NDArray[np.bool_]:
+    """Pixels at the border of two tokens."""
+    edge = np.zeros(token.shape, np.bool_)
+    edge[1:] |= token[1:] != token[:-1]
+    edge[:, 1:] |= token[:, 1:] != token[:, :-1]
+    return edge
