@@ -85,7 +85,7 @@ def primary(group: Sequence[int], a: Sequence[float], mode: str, scale: str = "l
             best = i
     if mode == "M":
         factor = SCALES[scale](len(group))
-        return {i: factor for i in group}, best, "primary"
+        return dict.fromkeys(group, factor), best, "primary"
     return {best: 1.0}, best, "primary"
 
 

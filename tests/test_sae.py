@@ -410,7 +410,10 @@ def test_tokens_too_large_for_float32_are_no_nan() -> None:
 
 @pytest.mark.parametrize("width", [1, D - 1, D + 1])
 def test_tokens_of_another_width_are_refused(width: int) -> None:
-    for call in (lambda: make_sae("relu").top(torch.zeros(2, width), 1), lambda: make_sae("relu").check_origin(Origin(), width)):
+    for call in (
+        lambda: make_sae("relu").top(torch.zeros(2, width), 1),
+        lambda: make_sae("relu").check_origin(Origin(), width),
+    ):
         with pytest.raises(SAEMismatch, match=f"reads {D}-wide tokens.*these are {width}-wide"):
             call()
 

@@ -81,8 +81,18 @@ def write_arrays(
     """
     path, metadata = Path(path), dict(metadata or {})
     if path.suffix == ".safetensors":
-        tensors = {name: torch.as_tensor(value).detach().cpu().contiguous() for name, value in arrays.items()}
-        return write_whole(path, lambda target: _save_safetensors(tensors, target, metadata or None))
+        tensors: dict[str, Tensor] = {}
+        for name, value in arrays.items():
+            taken = [tensor.data_ptr() for tensor in tensors.values()]
+            tensors[name] = _alone(torch.as_tensor(value).detach().cpu(), taken)
+
+        def save(target: Path) -> None:
+            try:
+                _save_safetensors(tensors, target, metadata or None)
+            except SafetensorError as error:  # a full disk, among others
+                raise OSError(str(error)) from error
+
+        return write_whole(path, save)
     if path.suffix == ".npz":
         plain = {name: _as_numpy(value) for name, value in arrays.items()}
         plain |= {name: np.array(text) for name, text in metadata.items()}
@@ -141,6 +151,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadFile(f"{path} holds a {type(value).__name__}, not a state dict of named tensors.")
     return cast(dict[str, Any], value)
+
+
+def _alone(value: Tensor, taken: list[int]) -> Tensor:
+    """A contiguous tensor with memory of its own: safetensors refuses tensors that share it."""
+    owns = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes and value.data_ptr() not in taken
+    return value if owns else value.clone(memory_format=torch.contiguous_format)
 
 
 def _as_numpy(value: Tensor | np.ndarray) -> np.ndarray:

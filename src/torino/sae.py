@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torino.concepts import Concepts, Rank
 from torino.errors import BadFile, BadParameter, SAEMismatch
-from torino.strongest import SILENT, stable_top, strongest
+from torino.strongest import SILENT, largest_row_norm, stable_top, strongest
 from torino.tokens import Origin, check_matrix
 
 Kind = Literal["relu", "topk", "batchtopk", "matryoshka", "jumprelu"]
@@ -30,7 +30,7 @@ class SAECard:
     encoder, block : str, int or None
         Vision encoder and zero-based block whose output the SAE reads.
     token_kind : str
-        ``"cls"``, ``"patch"``, or a longer description such as ``"2 random patches per image"``.
+        ``"cls"``, ``"patch"``, or a longer description such as ``"2 random tokens per image"``.
     data, license, notes : str
         Training data, licence of the weights, anything else worth knowing.
     """
@@ -122,7 +122,7 @@ class SAE(nn.Module):
             raise BadParameter(f"W_dec must have the shape of W_enc, {tuple(W_enc.shape)}, got {tuple(W_dec.shape)}.")
         self.register_buffer("W_dec", None if W_dec is None else _frozen(W_dec))
         self.register_buffer("threshold", self._read_threshold(threshold))
-        self._largest_norm: float | None = None
+        self._norm: tuple[tuple[int, int], float] | None = None
 
     def _read_threshold(self, threshold: float | Tensor | None) -> Tensor | None:
         if self.kind in ("relu", "topk"):
@@ -132,11 +132,13 @@ class SAE(nn.Module):
             value = value.reshape(())
         elif value.shape != (self.latents,):
             raise BadParameter(f"threshold must be one number or {self.latents} of them, got {tuple(value.shape)}.")
+        if not bool(torch.isfinite(value).all()):
+            raise BadFile("threshold holds NaN or infinite values; the checkpoint is damaged.")
         if value.ndim == 0 and float(value) < 0:
             warnings.warn(
                 f"The threshold of this {self.kind} SAE was never estimated ({float(value):g}): every positive "
                 "activation counts as active. Give threshold=..., or an SAE saved at the end of its training.",
-                stacklevel=3,
+                stacklevel=4,
             )
             return None
         return value
@@ -198,16 +200,13 @@ class SAE(nn.Module):
         if not 1 <= k <= self.latents:
             raise BadParameter(f"k must be between 1 and the SAE's {self.latents} latents, got {k}.")
         check_matrix(x, "tokens")
-        self.check_origin(Origin(), x.shape[1])
         gated = rank == "activation"
         keep = min(k, self.k) if gated and self.kind == "topk" and self.k else k
         floor = self.threshold if gated and self.threshold is not None else self.W_enc.new_zeros(())
-        if self._largest_norm is None:
-            self._largest_norm = float(self.W_enc.norm(dim=1).max())
         with torch.autocast(x.device.type, enabled=False):
             v, _, _ = self._enter(x)
             indices, values = strongest(
-                v, self.W_enc, self.b_enc, keep, floor.clamp(min=0), largest_norm=self._largest_norm, chunk=chunk
+                v, self.W_enc, self.b_enc, keep, floor.clamp(min=0), largest_norm=self._largest_norm(), chunk=chunk
             )
         if keep < k:
             indices = nn.functional.pad(indices, (0, k - keep), value=SILENT)
@@ -216,6 +215,7 @@ class SAE(nn.Module):
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normalise and centre tokens; also the shift and scale that undo the normalisation."""
+        self.check_origin(Origin(), x.shape[-1])
         v = x.float()
         shift, scale = v.new_zeros(()), v.new_ones(())
         if self.normalize == "layer_norm":
@@ -226,6 +226,14 @@ class SAE(nn.Module):
             scale = v.norm(dim=-1, keepdim=True) / self.width**0.5
             v = v / scale.clamp(min=torch.finfo(torch.float32).tiny)
         return (v - self.b_dec if self.center else v), shift, scale
+
+    def _largest_norm(self) -> float:
+        """The largest norm of an encoder row, worked out anew only when the weights have changed."""
+        version = -1 if self.W_enc.is_inference() else self.W_enc._version
+        key = (self.W_enc.data_ptr(), version)
+        if self._norm is None or self._norm[0] != key:
+            self._norm = (key, largest_row_norm(self.W_enc))
+        return self._norm[1]
 
     def _decoder(self) -> Tensor:
         if self.W_dec is None:
@@ -300,7 +308,7 @@ class SAE(nn.Module):
         levels : int, optional
             Keep only the first Matryoshka groups, see :meth:`first`.
         kind : str, optional
-            Overrules the kind where a layout does not tell (a dictionary_learning file without its config).
+            Overrules the kind that the file tells, or does not tell (a dictionary_learning file without its config).
         decoder : bool
             Without it, half of the memory: enough for concepts, not for decoding.
         """

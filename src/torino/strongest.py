@@ -63,11 +63,16 @@ def strongest(
     """
     indices = torch.full((len(x), k), SILENT, device=x.device)
     values = torch.zeros(len(x), k, device=x.device)
-    norm = float(weight.norm(dim=1).max()) if largest_norm is None else largest_norm
+    norm = largest_row_norm(weight) if largest_norm is None else largest_norm
     for start in range(0, len(x), ROWS):
         rows = slice(start, start + ROWS)
         indices[rows], values[rows] = _tile(x[rows], weight, bias, k, floor, norm, chunk or COLUMNS)
     return indices, values
+
+
+def largest_row_norm(weight: Tensor) -> float:
+    """The largest Euclidean norm of a row, in float64: squares of tiny or huge weights leave float32."""
+    return max(float(part.double().norm(dim=1).max()) for part in weight.split(COLUMNS))
 
 
 def stable_top(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -97,21 +102,23 @@ def _tile(
 ) -> tuple[Tensor, Tensor]:
     slack = _screen_error(x, bias, norm)
     candidates, rough = _screen(x, weight, bias, min(k + SPARE, len(weight)), floor, slack, chunk)
-    scores = _candidate_scores(x, weight, bias, candidates, rough, k, slack)
+    # with a floor per latent a strong candidate may be silent, so none can be left out for being weaker
+    last = k if floor.ndim == 0 else candidates.shape[1]
+    scores = _candidate_scores(x, weight, bias, candidates, rough, last, slack)
     scores = scores.masked_fill(scores <= _of(floor, candidates), -torch.inf)
     indices, values = _best(candidates, scores, k)
 
     # A latent outside the candidates scores at most edge + slack. It cannot matter if that is below the
     # k-th score found, or below the floor, or if no latent was left outside at all.
     edge = rough[:, -1].double()
-    proven = edge == -torch.inf
-    if candidates.shape[1] == len(weight):
-        proven = torch.ones_like(proven)
     reach = edge + slack
     reach += 2.0**-22 * reach.abs()
-    proven |= reach < values[:, -1].double()
+    proven = (reach < values[:, -1].double()) | (edge == -torch.inf)
     if floor.ndim == 0:
         proven |= reach <= floor.double()
+    if candidates.shape[1] == len(weight):
+        proven.fill_(True)
+    proven &= slack.isfinite()
     if not bool(proven.all()):
         unproven = ~proven
         indices[unproven], values[unproven] = _search(x[unproven], weight, bias, k, floor, norm)
@@ -119,7 +126,10 @@ def _tile(
 
 
 def _screen_error(x: Tensor, bias: Tensor, norm: float) -> Tensor:
-    """How far a float32 product may lie from the true score, per token (any order of summation), in float64."""
+    """How far a float32 product may lie from the true score, per token, whatever the order of summation.
+
+    Infinite where a partial sum might leave float32.
+    """
     unit = 2.0**-24
     # below "highest", the backend may first round both inputs to 11 (TF32) or 8 (bfloat16) bits
     rounded = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
@@ -128,7 +138,8 @@ def _screen_error(x: Tensor, bias: Tensor, norm: float) -> Tensor:
     terms = (x.shape[1] + 2) * unit
     gamma = terms / (1 - terms) + rounded
     size = x.double().norm(dim=1) * norm * (1 + 1e-6) + bias.abs().max().double()
-    return gamma * size + x.shape[1] * 2.0**-149
+    slack = gamma * size + x.shape[1] * 2.0**-149
+    return slack.masked_fill(size >= 2.0**127, torch.inf)
 
 
 def _screen(
@@ -195,10 +206,10 @@ def _leaders(scores: Tensor, m: int) -> tuple[Tensor, Tensor]:
 
 
 def _candidate_scores(
-    x: Tensor, weight: Tensor, bias: Tensor, candidates: Tensor, rough: Tensor, k: int, slack: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor, candidates: Tensor, rough: Tensor, last: int, slack: Tensor
 ) -> Tensor:
-    """The defining scores of the candidates, shape (N, m); −inf for those that cannot be among the best k."""
-    least = rough[:, min(k, rough.shape[1]) - 1].double() - 2 * slack
+    """The defining scores of the candidates, shape (N, m); −inf for those that cannot be among the ``last`` best."""
+    least = rough[:, last - 1].double() - 2 * slack
     open_ = ~(rough.double() < (least - 2.0**-22 * least.abs())[:, None]) & (candidates != SILENT)
     token, slot = open_.nonzero(as_tuple=True)
     scores = torch.full_like(rough, -torch.inf)
