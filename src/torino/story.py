@@ -65,7 +65,8 @@ class TokenStory:
         if len(self.stands_for) > 1:
             text += f" It stands for {len(self.stands_for)} patches, {len(self.stands_for) / patches:.0%} of the image."
         if self.concept is not None:
-            text += f" They share concept {self.concept}" + (f" ({self.name})." if self.name else ".")
+            says = "They share concept" if len(self.stands_for) > 1 else "Its concept is"
+            text += f" {says} {self.concept}" + (f" ({self.name})." if self.name else ".")
         if not isnan(self.score):
             text += f" Score {self.score:.3g}."
         return text

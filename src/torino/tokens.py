@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isqrt
 from pathlib import Path
@@ -56,6 +56,8 @@ class VisualTokens:
         Attention of the CLS token to each patch, one row per head.
     keys : Tensor of shape (N, Dk), optional
         Attention keys of each patch.
+    signals : mapping of str to Tensor
+        Signals of other blocks or kinds by name, such as ``"keys@+1"``, the keys of the block after the tap.
 
     Examples
     --------
@@ -69,6 +71,7 @@ class VisualTokens:
     cls: Tensor | None = None
     cls_attention: Tensor | None = None
     keys: Tensor | None = None
+    signals: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def __post_init__(self) -> None:
         """Refuse tokens that no reducer could make sense of."""
@@ -120,11 +123,12 @@ class VisualTokens:
 
     def signal(self, name: str, wanted_by: str) -> Tensor:
         """Return a signal by name, or say who needed it and did not get it."""
-        value: Tensor | None = getattr(self, name)
+        value: Tensor | None = self.signals.get(name, getattr(self, name, None))
         if value is None:
+            given = f"{name}=..." if name in ("cls", "cls_attention", "keys") else f"signals={{{name!r}: ...}}"
             raise MissingSignal(
                 f"{wanted_by} reads {name}, and these tokens do not carry it. "
-                f"Give VisualTokens(..., {name}=...), or choose a reducer that does without."
+                f"Give VisualTokens(..., {given}), or choose a reducer that does without."
             )
         return value
 

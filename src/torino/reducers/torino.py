@@ -21,6 +21,7 @@ from torino.grouping import Groups, Ints, Silent, group_by_overlap, shared_conce
 from torino.packed import offsets_of
 from torino.reducers.base import Reducer, register
 from torino.reduction import Reduction, ReductionBatch
+from torino.stages import stage
 from torino.tokens import VisualTokens, pack_patches
 
 Order = Literal["raster", "native"]
@@ -79,10 +80,12 @@ class Torino(Reducer):
         packed = pack_patches(images)
         for tokens in images:
             self.sae.check_origin(tokens.origin, tokens.width)
-        concepts = self.sae.top(packed.values, self.k, rank=self.rank)
-        concepts = Concepts(concepts.indices.cpu(), concepts.values.cpu(), concepts.peak.cpu())
-        groups = group_by_overlap(concepts, self.delta, silent=self.silent, offsets=packed.offsets)
-        return self.reduce_groups(concepts, groups, [tokens.grid for tokens in images])
+        with stage("sae"):
+            concepts = self.sae.top(packed.values, self.k, rank=self.rank)
+            concepts = Concepts(concepts.indices.cpu(), concepts.values.cpu(), concepts.peak.cpu())
+        with stage("grouping"):
+            groups = group_by_overlap(concepts, self.delta, silent=self.silent, offsets=packed.offsets)
+            return self.reduce_groups(concepts, groups, [tokens.grid for tokens in images])
 
     def reduce_groups(self, concepts: Concepts, groups: Groups, grids: Sequence[tuple[int, int]]) -> ReductionBatch:
         """Turn groups into output tokens (Algorithm 1, lines 9-16; Algorithm 2 where there is a budget)."""

@@ -1,0 +1,28 @@
+"""Host models: the only room that knows them. Needs transformers (``pip install "torino[vlm]"``)."""
+
+from __future__ import annotations
+
+from torino.vlm.door import ReducedInputs, ReducingProcessor, apply, reduced, remove
+from torino.vlm.host import Host, families, host_of, serve
+from torino.vlm.trace import Look, Trace
+
+__all__ = [
+    "Host",
+    "Look",
+    "ReducedInputs",
+    "ReducingProcessor",
+    "Trace",
+    "apply",
+    "families",
+    "host_of",
+    "reduced",
+    "remove",
+    "serve",
+]
+
+
+@serve("llava")
+def _llava() -> type[Host]:
+    from torino.vlm.llava import Llava
+
+    return Llava

@@ -1,0 +1,189 @@
+"""Host: what torino must know of a family of models. Hosts know models and nothing of methods."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torino.errors import BadParameter, TorinoError, unknown_name
+from torino.reducers import Reducer
+from torino.reduction import ReductionBatch
+from torino.stages import recording, stage
+from torino.tokens import VisualTokens
+from torino.vlm.repack import Repacked, Side, repack
+from torino.vlm.trace import Look
+
+Positions = Literal["compact", "original"]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a host saw in the pixels of one call.
+
+    Attributes
+    ----------
+    tokens : tuple of VisualTokens
+        The units to plan, in order: images, or tiles of images.
+    full : tuple of int
+        Placeholders of each image in the prompt.
+    extra : object
+        Whatever the host needs again when it splices.
+    """
+
+    tokens: tuple[VisualTokens, ...]
+    full: tuple[int, ...]
+    extra: Any = None
+
+
+@dataclass(frozen=True)
+class Splice:
+    """What goes into the prompt for one image.
+
+    Attributes
+    ----------
+    features : Tensor of shape (n, E)
+        Its tokens as the language model reads them.
+    slots : Tensor of shape (n,), int64
+        The placeholder of the image, counted from 0, whose place each of them takes; rising.
+    """
+
+    features: Tensor
+    slots: Tensor
+
+
+class Host(ABC):
+    """One model of a family: how it sees, and how reduced tokens are handed to its language model."""
+
+    families: ClassVar[tuple[str, ...]] = ()
+    """``config.model_type`` of the models it serves."""
+    merges: ClassVar[bool] = True
+    """Whether tokens that are sums of patches make sense here."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.config: Any = model.config
+
+    # ------------------------------------------------------------------ what each family says
+
+    @abstractmethod
+    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> Sight:
+        """Run the vision tower up to the tap and return what it saw."""
+
+    @abstractmethod
+    def splice(self, sight: Sight, plans: ReductionBatch) -> list[Splice]:
+        """Reduce and project: what each image contributes to the prompt."""
+
+    @property
+    def pixel_names(self) -> tuple[str, ...]:
+        """Inputs that belong to the pixels and are used up by looking."""
+        return ("pixel_values", "image_sizes")
+
+    @property
+    def image_token(self) -> int:
+        """The placeholder in ``input_ids``."""
+        return int(self.config.image_token_id)
+
+    def outputs(self, sight: Sight, splices: Sequence[Splice]) -> Any:
+        """Wrap the features as the model's own ``get_image_features`` returns them."""
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        return BaseModelOutputWithPooling(pooler_output=[splice.features for splice in splices])  # type: ignore[arg-type]
+
+    def positions(self, inputs: Mapping[str, Any], done: Repacked, positions: Positions) -> dict[str, Any]:
+        """Further inputs that place the new prompt; nothing for compact positions, which models count themselves."""
+        if positions == "compact":
+            return {}
+        mask = inputs.get("attention_mask")
+        old = torch.ones_like(inputs["input_ids"]) if mask is None else mask.long()
+        place = (old.cumsum(1) - 1).clamp(min=0)
+        rows = [row[at] for row, at in zip(place, done.kept, strict=True)]
+        return {"position_ids": done.spread(rows, 0)}
+
+    # ------------------------------------------------------------------ what all families share
+
+    def shrink(
+        self, inputs: Mapping[str, Any], reducer: Reducer, positions: Positions, side: Side | None = None
+    ) -> tuple[dict[str, Any], Look]:
+        """Turn the inputs of a full prompt into those of the reduced one."""
+        if inputs.get("input_ids") is None:
+            raise BadParameter(
+                "Reduction needs input_ids with image placeholders; inputs_embeds alone cannot be shrunk."
+            )
+        with recording() as seconds:
+            with stage("tower"):
+                sight = self.look(inputs, reducer.needs)
+            with stage("plan"):
+                plans = reducer.plan_batch(list(sight.tokens))
+            self._check_plans(reducer, plans)
+            with stage("projector"):
+                splices = self.splice(sight, plans)
+        slots = [splice.slots for splice in splices]
+        done = repack(inputs, self.image_token, sight.full, slots, side=side, pad=self._pad())
+        used = {*self.pixel_names, *done.inputs, "position_ids", "mm_encoder_outputs"}
+        shrunk = {name: value for name, value in inputs.items() if name not in used}
+        shrunk |= done.inputs | self.positions(inputs, done, positions)
+        shrunk["mm_encoder_outputs"] = {"image": self.outputs(sight, splices)}
+        after = tuple(len(slot) for slot in slots)
+        saved = (sum(sight.full) - sum(after)) * self._cache_bytes()
+        return shrunk, Look(tuple(plans), sight.full, after, dict(seconds), saved)
+
+    def has_images(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether there is anything to reduce in these inputs."""
+        return inputs.get("pixel_values") is not None
+
+    def _check_plans(self, reducer: Reducer, plans: ReductionBatch) -> None:
+        if not self.merges and not all(plan.is_pruning for plan in plans):
+            raise BadParameter(
+                f"{reducer.spec} merges tokens, and in {type(self.model).__name__} a merged token has no defined place. "
+                "Choose a reducer that prunes, such as torino-p."
+            )
+
+    def _pad(self) -> int:
+        text = self.config.get_text_config()
+        pad = getattr(text, "pad_token_id", None)
+        return int(pad) if pad is not None and pad >= 0 and pad != self.image_token else 0
+
+    def _cache_bytes(self) -> int:
+        """Key-value cache of one token in the language model."""
+        text = self.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        kind = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        return 2 * int(text.num_hidden_layers) * int(heads) * int(size) * kind.itemsize
+
+
+_hosts: dict[str, Callable[[], type[Host]]] = {}
+
+
+def serve(*families: str) -> Callable[[Callable[[], type[Host]]], Callable[[], type[Host]]]:
+    """Register a function that returns the host class of some families; it is called when one is opened."""
+
+    def add(load: Callable[[], type[Host]]) -> Callable[[], type[Host]]:
+        for family in families:
+            _hosts[family] = load
+        return load
+
+    return add
+
+
+def families() -> list[str]:
+    """``model_type`` of all models that can be reduced."""
+    return sorted(_hosts)
+
+
+def host_of(model: nn.Module) -> Host:
+    """Return the host for a model."""
+    family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    if family == "mllama":
+        raise TorinoError(
+            "Mllama hands images to its language model by cross-attention, not as tokens of the prompt, so there is "
+            "nothing to remove from the prompt. Choose a model of another family: " + ", ".join(families()) + "."
+        )
+    if family not in _hosts:
+        raise unknown_name("host family", family, families())
+    return _hosts[family]()(model)

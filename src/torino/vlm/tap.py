@@ -1,0 +1,206 @@
+"""Tapping a vision tower: the tokens after one block and the signals asked for, with the rest of the tower left out.
+
+Hooks on the blocks and on their query and key projections take what is wanted as it passes; as soon as all of it is
+there the tower is stopped. The tower keeps its own attention kernels: the CLS row of an attention map is worked out from
+the captured queries and keys. Hooks heed only the thread that placed them, so threads may share a tower.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from torino.errors import MissingSignal, TorinoError
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Where things are in a tower.
+
+    Attributes
+    ----------
+    blocks : nn.ModuleList
+        Its transformer blocks, in order.
+    prefix : int
+        Tokens before the patches: CLS and registers.
+    has_cls : bool
+        Whether the first of them is a CLS token.
+    heads : int
+        Attention heads of a block.
+    query, key : callable
+        The projections of a block whose outputs are its queries and keys, shape (images, tokens, width).
+    name : str
+        The tower, for the origin of the tokens and for errors.
+    """
+
+    blocks: nn.ModuleList
+    prefix: int
+    has_cls: bool
+    heads: int
+    query: Callable[[nn.Module], nn.Module]
+    key: Callable[[nn.Module], nn.Module]
+    name: str
+
+
+@dataclass(frozen=True)
+class Tapped:
+    """What was captured: ``states`` (images, tokens, D) after the tap block, and signals by name, one row per image."""
+
+    states: Tensor
+    signals: dict[str, Tensor]
+
+    def of(self, name: str, image: int) -> Tensor | None:
+        """A signal of one image, if it was captured."""
+        values = self.signals.get(name)
+        return None if values is None else values[image]
+
+
+def anatomy(tower: nn.Module) -> Anatomy:
+    """Find the parts of a CLIP, SigLIP, SigLIP2 or DINOv2 tower (with or without registers)."""
+    config: Any = tower.config
+    kind = str(getattr(config, "model_type", type(tower).__name__))
+    name = str(getattr(config, "_name_or_path", "") or "")
+    heads = int(getattr(config, "num_attention_heads", 1))
+    inner: Any = getattr(tower, "vision_model", tower)
+    if kind in ("clip_vision_model", "clip", "siglip_vision_model", "siglip", "siglip2_vision_model", "siglip2"):
+        has_cls = kind.startswith("clip")
+        return Anatomy(
+            blocks=inner.encoder.layers,
+            prefix=int(has_cls),
+            has_cls=has_cls,
+            heads=heads,
+            query=lambda block: block.self_attn.q_proj,  # type: ignore[union-attr, return-value]
+            key=lambda block: block.self_attn.k_proj,  # type: ignore[union-attr, return-value]
+            name=name,
+        )
+    if kind in ("dinov2", "dinov2_with_registers"):
+        return Anatomy(
+            blocks=inner.encoder.layer if hasattr(inner.encoder, "layer") else inner.encoder.layers,
+            prefix=1 + int(getattr(config, "num_register_tokens", 0)),
+            has_cls=True,
+            heads=heads,
+            query=lambda block: _first(block, "attention.attention.query", "attention.q_proj", "self_attn.q_proj"),
+            key=lambda block: _first(block, "attention.attention.key", "attention.k_proj", "self_attn.k_proj"),
+            name=name,
+        )
+    raise TorinoError(
+        f"The vision tower {type(tower).__name__} ({kind}) is not known here. "
+        "Known: CLIP, SigLIP, SigLIP2, DINOv2 with or without registers."
+    )
+
+
+def tap(tower: nn.Module, parts: Anatomy, block: int, needs: frozenset[str], run: Callable[[], object]) -> Tapped:
+    """Run a tower until everything wanted is captured.
+
+    Parameters
+    ----------
+    tower, parts
+        The tower and its anatomy.
+    block : int
+        Zero-based block whose output is tapped; −1 is what enters the first block.
+    needs : frozenset of str
+        ``"cls_attention"`` and ``"keys"`` at the tap block. ``"cls_attention@+1"`` or ``"keys@8"`` name another
+        block, relative or absolute. ``"cls"`` costs nothing and is always there where a tower has it.
+    run : callable
+        Calls the tower on its pixels.
+    """
+    wanted = {name: _site(name, block, len(parts.blocks), parts) for name in sorted(needs - {"cls"})}
+    catcher = _Catcher()
+    with ExitStack() as hooks:
+        if block < 0:
+            catcher.place(hooks, parts.blocks[0], "states", before=True)
+        else:
+            catcher.place(hooks, parts.blocks[block], "states")
+        for site in sorted(set(wanted.values())):
+            for part, find in (("query", parts.query), ("key", parts.key)):
+                catcher.place(hooks, find(parts.blocks[site]), f"{part}@{site}")
+        try:
+            run()
+        except _Enough:
+            pass
+    missing = [name for name in catcher.wanted if name not in catcher.caught]
+    if missing:
+        raise TorinoError(
+            f"The tower ended without passing {', '.join(missing)}; torino does not know this version of it."
+        )
+    caught = catcher.caught
+    signals = {
+        name: _signal(name.split("@")[0], caught[f"query@{site}"], caught[f"key@{site}"], parts)
+        for name, site in wanted.items()
+    }
+    return Tapped(caught["states"], signals)
+
+
+class _Enough(BaseException):
+    """Everything is captured; not an Exception, so that nothing on the way out takes it for an error."""
+
+
+class _Catcher:
+    """Takes outputs of modules as they pass, and stops the tower after the last."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.wanted: set[str] = set()
+        self.caught: dict[str, Tensor] = {}
+
+    def place(self, hooks: ExitStack, module: nn.Module, name: str, before: bool = False) -> None:
+        def take(value: Any) -> None:
+            if threading.get_ident() != self.thread or name in self.caught:
+                return
+            self.caught[name] = value[0] if isinstance(value, tuple) else value
+            if self.wanted == set(self.caught):
+                raise _Enough
+
+        self.wanted.add(name)
+        if before:
+            handle = module.register_forward_pre_hook(lambda _, arguments: take(arguments))
+        else:
+            handle = module.register_forward_hook(lambda _, arguments, output: take(output))
+        hooks.callback(handle.remove)
+
+
+def _signal(kind: str, query: Tensor, key: Tensor, parts: Anatomy) -> Tensor:
+    """Work a signal out of captured projections, in float32, the tokens before the patches cut off."""
+    if kind == "keys":
+        return key[:, parts.prefix :].float()
+    if kind == "queries":
+        return query[:, parts.prefix :].float()
+    images, tokens, width = query.shape
+    size = width // parts.heads
+    q = query[:, 0].float().view(images, parts.heads, 1, size)
+    k = key.float().view(images, tokens, parts.heads, size).transpose(1, 2)
+    attention = (q @ k.transpose(2, 3) * size**-0.5).softmax(-1)
+    return attention[:, :, 0, parts.prefix :]
+
+
+def _site(name: str, block: int, blocks: int, parts: Anatomy) -> int:
+    kind, _, where = name.partition("@")
+    if kind not in ("cls_attention", "keys", "queries"):
+        raise MissingSignal(
+            f"No signal is called {name!r}. Known: cls, cls_attention, keys, queries; with @+1 or @8 for a block."
+        )
+    if kind == "cls_attention" and not parts.has_cls:
+        raise MissingSignal(
+            f"{kind} is the attention of a CLS token, and the tower {parts.name or 'of this model'} has none. "
+            "Choose a reducer that does without, such as torino-m."
+        )
+    site = block + int(where) if where[:1] in ("+", "-") else int(where) if where else block
+    if not 0 <= site < blocks:
+        raise MissingSignal(f"{name} asks for block {site}, and the tower has blocks 0 to {blocks - 1}.")
+    return site
+
+
+def _first(block: nn.Module, *paths: str) -> nn.Module:
+    for path in paths:
+        try:
+            return block.get_submodule(path)
+        except AttributeError:
+            continue
+    raise TorinoError(
+        f"{type(block).__name__} has none of {', '.join(paths)}; torino does not know this version of it."
+    )

@@ -1,0 +1,106 @@
+"""Trace: what happened to each image while a model was reduced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+from torino.reduction import Reduction
+
+STAGES = ("tower", "sae", "grouping", "plan", "projector")
+
+
+@dataclass(frozen=True)
+class Look:
+    """One call of the model: its images, how many tokens each had and has, and the time it took.
+
+    Attributes
+    ----------
+    reductions : tuple of Reduction
+        One per planned unit: an image, or a tile of one.
+    before, after : tuple of int
+        Placeholders of each image in the prompt, and what is left of them.
+    seconds : dict
+        ``tower`` (with the signals), ``sae``, ``grouping``, ``plan`` (all of the reducer), ``projector``.
+    bytes_saved : int
+        Key-value cache that the removed tokens would have taken in the language model.
+    padding : str
+        How the images were brought to the tower's shape, where that is known: ``"square"``, ``"crop"`` or ``""``.
+    """
+
+    reductions: tuple[Reduction, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    seconds: dict[str, float]
+    bytes_saved: int = 0
+    padding: str = ""
+
+
+@dataclass
+class Trace(Sequence[Reduction]):
+    """All calls under one ``with reduced(...)``; ``trace[0]`` is the Reduction of the first image."""
+
+    looks: list[Look] = field(default_factory=list[Look])
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, look: Look) -> None:
+        """Note a call; threads may share a trace."""
+        with self._lock:
+            self.looks.append(look)
+
+    @property
+    def reductions(self) -> list[Reduction]:
+        """Every reduction, in order."""
+        return [reduction for look in self.looks for reduction in look.reductions]
+
+    @overload
+    def __getitem__(self, index: int) -> Reduction: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Reduction]: ...
+    def __getitem__(self, index: int | slice) -> Reduction | list[Reduction]:
+        """Return the reduction of an image."""
+        return self.reductions[index]
+
+    def __len__(self) -> int:
+        """Return the number of reductions."""
+        return sum(len(look.reductions) for look in self.looks)
+
+    def __iter__(self) -> Iterator[Reduction]:
+        """Go through the reductions."""
+        return iter(self.reductions)
+
+    @property
+    def before(self) -> int:
+        """Image tokens that the prompts had."""
+        return sum(sum(look.before) for look in self.looks)
+
+    @property
+    def after(self) -> int:
+        """Image tokens that the language model got."""
+        return sum(sum(look.after) for look in self.looks)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Time by stage over all calls."""
+        total: dict[str, float] = {}
+        for look in self.looks:
+            for name, value in look.seconds.items():
+                total[name] = total.get(name, 0.0) + value
+        return {name: total[name] for name in STAGES if name in total} | total
+
+    def summary(self) -> str:
+        """A table: a line for each call, then the times by stage."""
+        if not self.looks:
+            return "No image was seen."
+        lines = [f"{'call':>4}  {'images':>6}  {'tokens':>15}  {'removed':>7}  {'cache saved':>11}  reducer"]
+        for number, look in enumerate(self.looks):
+            before, after = sum(look.before), sum(look.after)
+            by = look.reductions[0].by if look.reductions else ""
+            lines.append(
+                f"{number:>4}  {len(look.before):>6}  {f'{before} -> {after}':>15}  {1 - after / max(before, 1):>7.1%}  "
+                f"{look.bytes_saved / 2**20:>7.1f} MiB  {by}"
+            )
+        times = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in self.seconds.items())
+        return "\n".join([*lines, f"time: {times}"])
