@@ -104,10 +104,9 @@ def fixed(
     """Algorithm 2. Fewer than ``budget`` rows come back where the pool runs dry."""
     a = peaks(z)  # lines 1-3
     groups = grouped(z, k, delta, silent)  # lines 4-7
-    if len(groups) > budget:  # lines 8-12
+    kept = list(range(len(groups)))  # lines 8-12
+    if len(groups) > budget:
         kept = arg_top([len(group) for group in groups], budget)
-    else:
-        kept = list(range(len(groups)))
     kept.sort()  # a set in the paper: native order is that of appearance
     tokens = [primary(groups[g], a, mode, scale) for g in kept]  # lines 13-19
     if len(kept) < budget:  # lines 20-26

@@ -11,8 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torino import SAE, BadParameter, BadTokens, Calibration, Origin, RawEmbedding, SAECard, SAEMismatch, VisualTokens
-from torino import calibrate, make
+from torino import (
+    SAE,
+    BadParameter,
+    BadTokens,
+    Calibration,
+    Origin,
+    RawEmbedding,
+    SAECard,
+    SAEMismatch,
+    VisualTokens,
+    calibrate,
+    make,
+)
 
 ALL = [(k, delta) for k in range(1, 5) for delta in range(1, k + 1)]
 
@@ -104,5 +115,5 @@ def test_what_the_parts_refuse_is_refused() -> None:
     with pytest.raises(BadParameter, match="silent must be one of"):
         calibrate(images(), 4, sae=RawEmbedding(), silent="drop")  # type: ignore[arg-type]
     clip = images()[0].with_(origin=Origin("clip", 3))
-    with pytest.raises(SAEMismatch, match="siglip.*clip"):
+    with pytest.raises(SAEMismatch, match=r"siglip.*clip"):
         calibrate([clip], 4, sae=SAE(torch.eye(8), card=SAECard(encoder="siglip")))

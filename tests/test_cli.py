@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -12,23 +15,37 @@ import pytest
 import torch
 
 from torino import Reduction, ReductionBatch, VisualTokens, load_tokens, save_tokens
+from torino.cli import main
 from torino.example import example_folder, example_sae, example_tokens
 from torino.files import read_arrays
 
 
+@pytest.fixture(autouse=True)
+def _wide_and_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("COLUMNS", "160"), ("HF_HUB_OFFLINE", "1"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+
+
 def torino(*words: str | Path, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "torino", *map(str, words)], capture_output=True, text=True, env=_environment()
-    )
-    assert done.returncode == code, done.stdout + done.stderr
+    """Run the command in this process: its output, or its errors where a code other than 0 is expected."""
+    said, complained = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(complained):
+        patch.setattr(sys, "argv", ["torino", *map(str, words)])
+        try:
+            main()
+            ended = 0
+        except SystemExit as stop:
+            ended = int(stop.code or 0)
+    assert ended == code, said.getvalue() + complained.getvalue()
+    return complained.getvalue() if code else said.getvalue()
+
+
+def test_the_command_itself() -> None:
+    """One real process: the entry point, the exit code, a sentence and no traceback."""
+    done = subprocess.run([sys.executable, "-m", "torino", "reduce", "--k", "0"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("torino: k must be a whole number")
     assert "Traceback" not in done.stderr
-    return done.stderr if code else done.stdout
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "COLUMNS": "160", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
 
 
 def test_help_shows_examples() -> None:
@@ -149,8 +166,6 @@ def test_mistakes_get_a_sentence_and_code_2(tmp_path: Path) -> None:
         (("calibrate", "--target", "0"), "target"),
         (("export", "example", tmp_path / "x", "--layout", "onnx"), "onnx"),
     ]
-    import re
-
     for words, expected in cases:
         said = torino(*words, code=2)
         assert re.search(expected, said), f"{words}: {said}"

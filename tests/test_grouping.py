@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 import oracle
@@ -59,7 +60,7 @@ def check_invariants(groups: Groups, lengths: Sequence[int]) -> None:
     assert seen == list(range(len(groups)))  # numbered by first appearance
     assert groups.sizes.tolist() == [label.count(g) for g in seen]
     ends = np.cumsum([0, *lengths])
-    assert groups.counts.tolist() == [len(set(label[a:b])) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    assert groups.counts.tolist() == [len(set(label[a:b])) for a, b in pairwise(ends)]
     assert groups.offsets.tolist() == [0, *np.cumsum(groups.counts.tolist()).tolist()]
     assert groups.label.dtype == groups.sizes.dtype == groups.offsets.dtype == torch.int64
 

@@ -20,7 +20,7 @@ def test_python_blocks_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     found = blocks(README, "python")
     assert found
     for block in found:
-        exec(compile(block, "README.md", "exec"), scope)
+        exec(compile(block, "README.md", "exec", dont_inherit=True), scope)
     assert "Token 0 of" in capsys.readouterr().out
 
 
@@ -37,10 +37,10 @@ def test_contributing_example_is_a_reducer() -> None:
         .splitlines()
     )
     block = "\n".join(line.removeprefix("   ") for line in lines)
-    scope: dict[str, object] = {"__name__": "example"}
+    scope: dict[str, object] = {"__name__": __name__}
     before = dict(base._registry)
     try:
-        exec(compile(block, "CONTRIBUTING.md", "exec"), scope)
+        exec(compile(block, "CONTRIBUTING.md", "exec", dont_inherit=True), scope)
         assert "loudest" in names()
         check_reducer(base.make("loudest", budget=1))
     finally:

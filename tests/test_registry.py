@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,11 @@ from torino.reducers import TorinoMerge, TorinoPrune, base, describe, get
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, type[Reducer]]]:
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Reducer]]:
     """A copy of the registry that is thrown away."""
     copy = dict(base._registry)
     monkeypatch.setattr(base, "_registry", copy)
-    yield copy
+    return copy
 
 
 def first_patch() -> type[Reducer]:

@@ -279,6 +279,15 @@ def test_no_gradient_is_kept_and_none_is_needed() -> None:
         assert torch.equal(sae.top(x, 3).indices, concepts.indices)
 
 
+def test_an_sae_made_for_inference_only_works() -> None:
+    x = whole(-3, 3, 4, D)
+    with torch.inference_mode():
+        sae = make_sae("jumprelu")
+        inside = sae.top(x, 3)
+    assert torch.equal(sae.top(x, 3).indices, inside.indices)
+    assert torch.equal(inside.indices, make_sae("jumprelu").top(x, 3).indices)
+
+
 def test_new_weights_are_not_read_with_the_old_bound() -> None:
     """A bound cached for small weights must not certify answers of large ones loaded later."""
     g = torch.Generator().manual_seed(5)
@@ -451,6 +460,12 @@ def test_parts_that_do_not_fit_are_refused(change: dict[str, Any], error: Any, w
         make_sae("relu", **change) if "kind" not in change else SAE(parts()["W_enc"], **change)
 
 
+@pytest.mark.parametrize("chunk", [-1, -4096])
+def test_a_chunk_below_one_is_refused(chunk: int) -> None:
+    with pytest.raises(BadParameter, match=f"chunk.*got {chunk}"):
+        make_sae("relu").top(torch.zeros(1, D), 1, chunk=chunk)
+
+
 def test_an_unknown_rank_is_refused() -> None:
     with pytest.raises(BadParameter, match="rank must be one of 'activation', 'pre-threshold', got 'norm'"):
         make_sae("relu").top(torch.zeros(1, D), 1, rank="norm")  # type: ignore[arg-type]
@@ -468,9 +483,9 @@ def test_another_encoder_or_block_is_refused_by_name() -> None:
         sae.check_origin(Origin("google/siglip-base", 22), D)
     assert "openai/clip-vit-large-patch14-336, block 22" in str(caught.value)
     assert "google/siglip-base, block 22" in str(caught.value)
-    with pytest.raises(SAEMismatch, match="block 22.*block 11"):
+    with pytest.raises(SAEMismatch, match=r"block 22.*block 11"):
         sae.check_origin(Origin("openai/clip-vit-large-patch14-336", 11), D)
-    with pytest.raises(SAEMismatch, match="block 22.*block 0"):
+    with pytest.raises(SAEMismatch, match=r"block 22.*block 0"):
         sae.check_origin(Origin("", 0), D)
 
 
@@ -479,7 +494,7 @@ def test_the_same_or_an_unknown_origin_fits() -> None:
     for origin in (Origin(), Origin("CLIP-ViT-Large-Patch14-336", 22), Origin("", 22), Origin(CARD.encoder)):
         sae.check_origin(origin, D)
     make_sae("relu").check_origin(Origin("anything", 3), D)
-    with pytest.raises(SAEMismatch, match="block 0.*block 1"):
+    with pytest.raises(SAEMismatch, match=r"block 0.*block 1"):
         make_sae("relu", card=SAECard(block=0)).check_origin(Origin("", 1), D)
 
 

@@ -52,7 +52,7 @@ def test_patches_of_another_shape_or_type_are_refused(patches: Any, words: str) 
 def test_values_that_are_not_finite_are_refused_by_row(value: float, dtype: torch.dtype) -> None:
     patches = torch.zeros(9, 3, dtype=dtype)
     patches[7, 2] = patches[5, 0] = value
-    with pytest.raises(BadTokens, match="NaN or infinite values, first in row 5.*half precision"):
+    with pytest.raises(BadTokens, match=r"NaN or infinite values, first in row 5.*half precision"):
         VisualTokens.of(patches)
 
 
@@ -106,6 +106,14 @@ def test_signals_of_another_shape_are_refused(name: str, shape: tuple[int, ...],
 def test_signals_that_are_no_tensor_are_refused(name: str) -> None:
     with pytest.raises(BadTokens, match=name):
         VisualTokens(torch.zeros(4, 2), (2, 2), **{name: [0.0, 0.0]})
+
+
+@pytest.mark.parametrize("name", ["cls", "cls_attention", "keys"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_signals_that_are_not_finite_are_refused(name: str, value: float) -> None:
+    signal = torch.full({"cls": (2,), "cls_attention": (3, 4), "keys": (4, 5)}[name], value)
+    with pytest.raises(BadTokens, match=f"{name}.*NaN or infinite"):
+        VisualTokens(torch.zeros(4, 2), (2, 2), **{name: signal})
 
 
 @pytest.mark.parametrize("name", ["cls", "cls_attention", "keys"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import oracle
@@ -69,7 +70,7 @@ def rows_of(plan: Reduction) -> list[oracle.Row]:
     sources, weights, anchor = plan.sources.tolist(), plan.weights.tolist(), plan.anchor.tolist()
     return [
         (dict(zip(sources[a:b], weights[a:b], strict=True)), anchor[m], plan.role[m])
-        for m, (a, b) in enumerate(zip(ends[:-1], ends[1:], strict=True))
+        for m, (a, b) in enumerate(pairwise(ends))
     ]
 
 
@@ -246,7 +247,7 @@ def test_a_batch_is_its_images_one_by_one(images: list[Dense], data: st.DataObje
     ends = [0]
     for z in images:
         ends.append(ends[-1] + len(z))
-    tokens = [sae.tokens(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    tokens = [sae.tokens(a, b) for a, b in pairwise(ends)]
     k = data.draw(st.integers(1, 4))
     parameters = {
         "k": k,
@@ -266,6 +267,28 @@ def test_a_batch_is_its_images_one_by_one(images: list[Dense], data: st.DataObje
     together = reducer.plan_batch(tokens)
     assert len(together) == len(images)
     assert all(same(one, other) for one, other in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["relu", "jumprelu"])
+@pytest.mark.parametrize("normalize", ["none", "layer_norm"])
+def test_a_batch_of_real_numbers_is_its_images_one_by_one(kind: Any, normalize: Any) -> None:
+    g = torch.Generator().manual_seed(6)
+    threshold = torch.rand(500, generator=g) if kind == "jumprelu" else None
+    sae = SAE(torch.randn(500, 24, generator=g), kind=kind, threshold=threshold, normalize=normalize)
+    centres = torch.randn(12, 24, generator=g)
+    images = []
+    for rows, columns in ((8, 8), (1, 1), (5, 9), (2, 30), (12, 12)):
+        picked = centres[torch.randint(12, (rows * columns,), generator=g)]
+        images.append(VisualTokens(picked + 0.2 * torch.randn(picked.shape, generator=g), (rows, columns)))
+    for name in MODES.values():
+        for parameters in ({}, {"k": 3, "delta": 2, "order": "native"}, {"k": 1, "delta": 1, "budget": 1}):
+            reducer = make(name, sae=sae, **parameters)
+            together = reducer.plan_batch(images)
+            assert all(same(plan, reducer.plan(image)) for plan, image in zip(together, images, strict=True))
+            values = [image.patches for image in images]
+            packed = together.apply(values)
+            for got, plan, value in zip(packed, together, values, strict=True):
+                assert torch.equal(got, plan.apply(value))
 
 
 def test_no_images_are_refused() -> None:

@@ -45,7 +45,8 @@ class Packed:
         """Pack one tensor per image."""
         if not parts:
             raise BadTokens("An empty list of images was given. Give at least one.")
-        return cls(torch.cat(list(parts)), offsets_of([len(part) for part in parts]))
+        values = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        return cls(values, offsets_of([len(part) for part in parts]))
 
     def __len__(self) -> int:
         """Return the number of images."""

@@ -6,6 +6,7 @@ k concepts kept per patch, G groups, M output tokens, H attention heads, E width
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -157,7 +158,7 @@ class Reduction:
     @property
     def is_pruning(self) -> bool:
         """Whether every output token is one unchanged patch."""
-        return len(self.sources) == len(self) and bool((self.weights == 1).all())
+        return bool((self.offsets.diff() == 1).all()) and bool((self.weights == 1).all())
 
     @cached_property
     def rows(self) -> Tensor:
@@ -190,6 +191,8 @@ class Reduction:
         Over ``"sources"`` a patch gets the mean of the tokens it is part of, weighted as it is part of them;
         over ``"groups"`` it gets the value of the token that stands for it. Patches of no token get NaN.
         """
+        if over not in ("sources", "groups"):
+            raise BadParameter(f"over must be 'sources' or 'groups', got {over!r}.")
         values = per_token if per_token.is_floating_point() else per_token.float()
         if len(values) != len(self):
             raise BadParameter(f"paint takes one value for each of the {len(self)} output tokens, got {len(values)}.")
@@ -224,10 +227,10 @@ class Reduction:
         entry = torch.repeat_interleave(counts)
         first = torch.where(is_cls, 0, self.offsets[after.sources.clamp(max=m - 1)])
         inner = first[entry] + torch.arange(len(entry)) - (counts.cumsum(0) - counts)[entry]
-        through = ~is_cls[entry]
-        inner = inner.clamp(max=max(len(self.sources) - 1, 0))
-        sources = torch.where(through, self.sources[inner], n)
-        weights = after.weights[entry] * torch.where(through, self.weights[inner], 1.0)
+        # one more entry stands for the CLS token itself, so that nothing is indexed out of an empty matrix
+        inner = torch.where(is_cls[entry], len(self.sources), inner)
+        sources = torch.cat([self.sources, torch.tensor([n])])[inner]
+        weights = after.weights[entry] * torch.cat([self.weights, torch.ones(1)])[inner]
         key, inverse = torch.unique(after.rows[entry] * (n + 1) + sources, return_inverse=True)
         weights = torch.zeros(len(key), dtype=weights.dtype).index_add(0, inverse, weights)
         anchored = (after.anchor >= 0) & (after.anchor < m)
@@ -339,7 +342,9 @@ class ReductionBatch(Sequence[Reduction]):
         parts = list(values)
         if len(parts) != len(self):
             raise BadTokens(f"This batch reduces {len(self)} images, and values of {len(parts)} were given.")
-        tokens = cls if cls is not None else [None] * len(self)
+        tokens = list(cls) if cls is not None else [None] * len(self)
+        if len(tokens) != len(self):
+            raise BadTokens(f"This batch reduces {len(self)} images, and CLS tokens of {len(tokens)} were given.")
         rows = [_rows_of(part, token, red) for part, token, red in zip(parts, tokens, self, strict=True)]
         pruning = all(reduction.is_pruning for reduction in self)
         if len(rows) == 1:
@@ -373,7 +378,7 @@ class ReductionBatch(Sequence[Reduction]):
         arrays["row_lengths"] = torch.cat([reduction.offsets.diff() for reduction in self])
         arrays["lengths"] = self.lengths
         arrays["grids"] = torch.tensor([reduction.grid for reduction in self])
-        texts = {"format": FORMAT, "roles": "\n".join(roles), "by": "\n".join(reduction.by for reduction in self)}
+        texts = {"format": FORMAT, "roles": json.dumps(roles), "by": json.dumps([reduction.by for reduction in self])}
         return arrays, texts
 
     def save(self, path: str | Path, **others: Tensor) -> Path:
@@ -392,7 +397,7 @@ class ReductionBatch(Sequence[Reduction]):
             )
         try:
             return cls.of(_rebuild(arrays, texts))
-        except (KeyError, IndexError, RuntimeError, BadParameter) as error:
+        except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise BadFile(f"{path} is damaged: its parts do not fit together ({error}). Make it again.") from error
 
 
@@ -408,7 +413,9 @@ class _Matrix:
 def _rebuild(arrays: dict[str, Tensor], texts: dict[str, str]) -> list[Reduction]:
     lengths: list[int] = arrays["lengths"].tolist()
     grids: list[list[int]] = arrays["grids"].tolist()
-    roles, names = texts["roles"].split("\n"), texts["by"].split("\n")
+    roles, names = json.loads(texts["roles"]), json.loads(texts["by"])
+    if min(min(grid) for grid in grids) < 1:
+        raise ValueError("a grid has no patches")
     per_token = {name: arrays[name].split(lengths) for name in ("anchor", "concept", "score", "role", "row_lengths")}
     entries = [int(rows.sum()) for rows in per_token["row_lengths"]]
     per_entry = {name: arrays[name].split(entries) for name in ("sources", "weights")}
@@ -454,6 +461,10 @@ def _apply(matrix: Reduction | _Matrix, values: Tensor, pruning: bool) -> Tensor
     picked = wide.index_select(0, sources) * weights
     # a sum over each run of rows: deterministic on every device, unlike index_add
     sums = torch.segment_reduce(
-        picked.reshape(len(picked), -1), "sum", offsets=matrix.offsets.to(values.device), axis=0, initial=0
+        picked.flatten(1) if picked.ndim > 1 else picked[:, None],
+        "sum",
+        offsets=matrix.offsets.to(values.device),
+        axis=0,
+        initial=0,
     )
     return sums.reshape(-1, *values.shape[1:]).to(values.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isqrt
@@ -76,7 +77,7 @@ class VisualTokens:
     def __post_init__(self) -> None:
         """Refuse tokens that no reducer could make sense of."""
         check_matrix(self.patches, "patches")
-        rows, columns = self.grid
+        rows, columns = _pair(self.grid)
         count, width = self.patches.shape
         if rows < 1 or columns < 1 or rows * columns != count:
             raise BadTokens(
@@ -85,9 +86,15 @@ class VisualTokens:
             )
         for name, shape in (("cls", (width,)), ("cls_attention", (None, count)), ("keys", (count, None))):
             signal: Tensor | None = getattr(self, name)
-            if signal is not None and not _has_shape(signal, shape):
-                wanted = " x ".join("any" if size is None else str(size) for size in shape)
+            if signal is None:
+                continue
+            wanted = " x ".join("any" if size is None else str(size) for size in shape)
+            if not isinstance(signal, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not type-check
+                raise BadTokens(f"{name} must be a Tensor of shape ({wanted}), got {type(signal).__name__}.")
+            if not _has_shape(signal, shape):
                 raise BadTokens(f"{name} must have shape ({wanted}), got {tuple(signal.shape)}.")
+            if not bool(torch.isfinite(signal).all()):
+                raise BadTokens(f"{name} holds NaN or infinite values. Run the encoder in float32 or bfloat16.")
 
     @classmethod
     def of(cls, patches: Tensor, grid: tuple[int, int] | None = None, **others: Any) -> VisualTokens:
@@ -174,7 +181,7 @@ def load_tokens(path: str | Path) -> list[VisualTokens]:
         )
     patches, grids = arrays["patches"], _read_grids(arrays.get("grids", arrays.get("grid")), path)
     block = texts.get("block", "")
-    origin = Origin(texts.get("encoder", ""), int(block) if block.lstrip("-").isdigit() else None)
+    origin = Origin(texts.get("encoder", ""), int(block) if re.fullmatch(r"-?[0-9]+", block) else None)
     if patches.ndim == 3:
         parts = list(patches)
     elif grids is not None and len(grids) > 1:
@@ -217,6 +224,13 @@ def _read_grids(grids: Tensor | None, path: str | Path) -> list[tuple[int, int]]
     if grids.ndim != 2 or grids.shape[1] != 2 or grids.is_floating_point():
         raise BadTokens(f"'grids' in {path} must be whole numbers of shape (images, 2), got {tuple(grids.shape)}.")
     return [(int(rows), int(columns)) for rows, columns in grids.tolist()]
+
+
+def _pair(grid: Any) -> tuple[int, int]:
+    """Rows and columns, or the sentence that says what a grid is."""
+    if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(type(size) is int for size in grid):
+        raise BadTokens(f"grid must be a pair of whole numbers, (rows, columns), got {grid!r}.")
+    return grid[0], grid[1]
 
 
 def _has_shape(value: Tensor, shape: tuple[int | None, ...]) -> bool:

@@ -132,10 +132,18 @@ def _parse(spec: str) -> tuple[str, dict[str, Any]]:
         raise BadParameter(f"Cannot read the reducer {spec!r}. Write a name, or name(k=2, delta=2).")
     name, arguments = match.group(1), match.group(2) or ""
     try:
+        if len(arguments) > 2000:
+            raise ValueError(f"{len(arguments)} characters are too many")
         call = ast.parse(f"f({arguments})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):  # more than one pair of brackets
+            raise ValueError("only name=value pairs are read")
+        if call.args or any(word.arg is None for word in call.keywords):
             raise ValueError("only name=value pairs are read")
         values: Mapping[str, Any] = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (SyntaxError, ValueError, TypeError) as error:
-        raise BadParameter(f"Cannot read the parameters of {spec!r} ({error}). Write name(k=2, delta=2).") from error
+        if len(values) < len(call.keywords):
+            raise ValueError("a parameter is given twice")
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise BadParameter(
+            f"Cannot read the parameters of {spec[:80]!r} ({error}). Write name(k=2, delta=2)."
+        ) from error
     return name, dict(values)

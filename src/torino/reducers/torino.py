@@ -45,8 +45,12 @@ class Torino(Reducer):
 
     def __post_init__(self) -> None:
         """Refuse hyperparameters out of range."""
-        for name, value in (("k", self.k), ("delta", self.delta), ("budget", self.budget)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        for name, value in (
+            ("k", self.k),
+            ("delta", self.delta),
+            ("budget", 1 if self.budget is None else self.budget),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise BadParameter(f"{name} must be a whole number of at least 1, got {value!r}.")
         if self.delta > self.k:
             raise BadParameter(
@@ -60,8 +64,8 @@ class Torino(Reducer):
         ):
             if value not in get_args(choices):
                 raise BadParameter(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}.")
-        if not isinstance(self.sae, ConceptEncoder):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadParameter(f"sae must be an SAE or RawEmbedding(), got {type(self.sae).__name__}.")
+        if isinstance(self.sae, type) or not isinstance(self.sae, ConceptEncoder):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadParameter(f"sae must be an SAE or RawEmbedding(), got {self.sae!r:.60}.")
 
     @abstractmethod
     def pool(self, representative: NDArray[np.bool_]) -> NDArray[np.bool_]:
