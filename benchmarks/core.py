@@ -10,12 +10,15 @@ union-find; (b) a lone float32 matrix product of that size, the floor; (c) torin
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from report import machine, parser, peak_extra_memory, ratio, time_side_by_side, write_section
+from report import machine, parser, peak_extra_memory, ratio, time_repeatedly, time_side_by_side, write_section
 from torch import Tensor
 
 from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
@@ -137,7 +140,7 @@ def measure_grouping(n: int, c: int, rounds: int, seed: int) -> list[list[str]]:
     for k, delta in ((1, 1), (2, 2), (3, 3), (2, 1), (3, 2), (6, 3)):
         concepts: Concepts = sae_setting.sae.top(sae_setting.tokens.patches, k)
         sets = [frozenset(row) for row in concepts.indices.tolist()]
-        seconds = time_side_by_side(
+        seconds = time_repeatedly(
             {
                 "ours": lambda: group_by_overlap(concepts, delta),
                 "pairs": lambda: pairwise_groups(sets, delta),
@@ -175,26 +178,45 @@ def measure_length(d: int, c: int, lengths: list[int], rounds: int, seed: int) -
     return rows
 
 
-def measure_memory(n: int, d: int, c: int, seed: int) -> list[list[str]]:
-    """Peak resident memory beyond tokens and weights."""
+def memory_of(what: str, n: int, d: int, c: int, seed: int) -> float:
+    """Peak resident memory of a first call, MiB beyond tokens and weights; for a process of its own."""
+    small = Setting.of(64, 64, 512, seed)  # loads scipy and the math library, whose code is not what is measured
+    whole(small)()
+    dense_top(small.sae, small.tokens.patches, K)
     setting = Setting.of(n, d, c, seed)
-    task = whole(setting)
-    task()  # loads scipy and lets the math library take its own workspace, which a lone product takes too
-    dense_top(setting.sae, setting.tokens.patches, K)
-    ours = min(peak_extra_memory(task) for _ in range(3))
-    dense = min(peak_extra_memory(lambda: dense_top(setting.sae, setting.tokens.patches, K)) for _ in range(3))
-    latents = n * c * 4 / 2**20
-    return [
-        ["the N × C latents alone", f"{latents:.0f}"],
-        ["dense encode and top-k", f"{dense:.0f}"],
-        ["torino-m, tokens to reduced tokens", f"{ours:.1f}"],
-    ]
+    x, sae = setting.tokens.patches, setting.sae
+    out = torch.zeros(n, c) if what == "product" else torch.empty(0)
+    tasks: dict[str, Callable[[], object]] = {
+        "product": lambda: torch.mm(x, sae.W_enc.T, out=out),
+        "dense": lambda: dense_top(sae, x, K),
+        "ours": whole(setting),
+    }
+    return peak_extra_memory(tasks[what])
+
+
+def measure_memory(n: int, d: int, c: int, seed: int) -> list[list[str]]:
+    """Each in a fresh process: memory that was used before and kept by the allocator would hide a peak."""
+    names = {
+        "product": "lone matrix product, into a buffer that is there (the library's own workspace)",
+        "dense": "dense encode and top-k",
+        "ours": "torino-m, tokens to reduced tokens",
+    }
+    rows = [["the N × C latents alone", f"{n * c * 4 / 2**20:.0f}"]]
+    for what, name in names.items():
+        command = [sys.executable, __file__, "--memory-of", what, *map(str, (n, d, c, seed))]
+        rows.append([name, f"{float(subprocess.run(command, capture_output=True, text=True, check=True).stdout):.1f}"])
+    return rows
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    arguments.add_argument("--memory-of", nargs=5, help=argparse.SUPPRESS)
     given = arguments.parse_args()
+    if given.memory_of:
+        what, *sizes = given.memory_of
+        print(memory_of(what, *map(int, sizes)))
+        return
     rounds, seed = (2, given.seed) if given.quick else (given.rounds, given.seed)
     n, d, sizes, lengths = (
         (64, 128, [2048], [64, 128]) if given.quick else (576, 1024, [65536, 4096], [576, 1152, 2304, 4608, 9216])
@@ -208,7 +230,7 @@ def main() -> None:
     parts += [f"**Extra memory at {n} × {d} × {sizes[0]:,}, MiB beyond tokens and weights**"]
     parts += [table(["", "MiB"], measure_memory(n, d, sizes[0], seed))]
     print(parts[-2], parts[-1], sep="\n\n", flush=True)
-    parts += [f"**Grouping alone, {n} tokens, milliseconds**"]
+    parts += [f"**Grouping alone, {n} tokens, milliseconds (mean of repeated calls, as `timeit` does)**"]
     headings = [
         "(k, δ)",
         "groups",

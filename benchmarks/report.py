@@ -36,6 +36,28 @@ def time_side_by_side(tasks: Mapping[str, Callable[[], object]], rounds: int) ->
     return seconds
 
 
+def time_repeatedly(
+    tasks: Mapping[str, Callable[[], object]], rounds: int, least: float = 0.02
+) -> dict[str, list[float]]:
+    """Time tasks of less than a millisecond, as ``timeit`` does: the mean of as many calls as ``least`` seconds take."""
+    calls: dict[str, int] = {}
+    for name, task in tasks.items():
+        begin, calls[name] = time.perf_counter(), 0
+        while time.perf_counter() - begin < least:
+            task()
+            calls[name] += 1
+
+    def several(name: str) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(calls[name]):
+                tasks[name]()
+
+        return run
+
+    seconds = time_side_by_side({name: several(name) for name in tasks}, rounds)
+    return {name: [value / calls[name] for value in values] for name, values in seconds.items()}
+
+
 def ratio(seconds: list[float], floor: list[float]) -> float:
     """Median over rounds of the ratio of two tasks timed in the same round."""
     return statistics.median(mine / theirs for mine, theirs in zip(seconds, floor, strict=True))
@@ -66,9 +88,9 @@ def machine() -> str:
         model = names[0] if names else model
     capability = torch.backends.cpu.get_cpu_capability()
     return (
-        f"{model}, {os.cpu_count()} cores ({capability}), {torch.get_num_threads()} threads; Python "
-        f"{platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}, scipy {scipy.__version__}, "
-        f"torino {torino.__version__}; {date.today().isoformat()}"
+        f"{model}, {os.cpu_count()} cores ({capability}), {torch.get_num_threads()} threads; "
+        f"Python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}, "
+        f"scipy {scipy.__version__}, torino {torino.__version__}; {date.today().isoformat()}"
     )
 
 

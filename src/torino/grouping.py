@@ -143,20 +143,17 @@ def shared_concepts(concepts: Concepts, groups: Groups) -> Tensor:
 
 
 def _symbols(indices: Ints) -> tuple[Ints, int, NDArray[np.bool_]]:
-    """Rename latents to 0..R-1 and the t-th silent slot of a row to R+t, rows sorted; R; rows all silent.
+    """Sort each row, with R + t for its t-th silent slot, R above all latents; R; and which rows are all silent.
 
     Numbering the silent slots makes two rows share min(s_i, s_j) of them, and keeps every row a set.
     """
     is_silent = indices == SILENT
-    names, compact = np.unique(indices, return_inverse=True)
-    compact = compact.reshape(indices.shape).astype(np.int64)
-    real = len(names)
-    if names[0] == SILENT:
-        compact, real = compact - 1, real - 1
-    symbols = np.where(is_silent, real + is_silent.cumsum(1) - 1, compact)
+    real = int(indices.max()) + 1
+    symbols = np.where(is_silent, real - 1 + is_silent.cumsum(1), indices) if is_silent.any() else indices.copy()
     symbols.sort(axis=1)
-    if (symbols[:, 1:] == symbols[:, :-1]).any():
-        row = int((symbols[:, 1:] == symbols[:, :-1]).any(1).nonzero()[0][0])
+    twice = symbols[:, 1:] == symbols[:, :-1]
+    if twice.any():
+        row = int(twice.any(1).nonzero()[0][0])
         raise BadParameter(f"Patch {row} names one concept twice; the top-k concepts of a patch are distinct.")
     return symbols, real, is_silent.all(1)
 
@@ -166,19 +163,21 @@ def _components(symbols: Ints, real: int, delta: int, image: Ints, together: NDA
     patches, k = symbols.shape
     if comb(k, delta) > MOST_KEYS:
         return _components_by_product(symbols, real, delta, image, together)
+    if delta == k:  # one key a patch, and the key is the component
+        label = image
+        for column in symbols.T:
+            label = _paired(label, column, real + k)
+        mute = symbols[:, 0] >= real  # nothing but silence: no key, so a label below all keys
+        return np.where(mute, np.where(together, -1 - image, -1 - len(image) - np.arange(patches)), label)
     subsets = np.array(list(combinations(range(k), delta)))
     rows, which = (symbols[:, subsets[:, 0]] < real).nonzero()  # sorted rows: the first symbol is real, if any is
     key = image[rows]
     for column in subsets.T:
         key = _paired(key, symbols[rows, column[which]], real + k)
-    extra = together.nonzero()[0]
     _, key = np.unique(key, return_inverse=True)
+    extra = together.nonzero()[0]
     key = np.concatenate([key.reshape(-1), key.size + image[extra]])  # past every other key: one per image
     rows = np.concatenate([rows, extra])
-    if delta == k:  # at most one key a patch: the key is the component
-        label = key.size + image.size + np.arange(patches)
-        label[rows] = key
-        return label
     return _linked(rows, patches + key, patches, patches + int(key.max(initial=-1)) + 1)
 
 
@@ -190,7 +189,7 @@ def _components_by_product(symbols: Ints, real: int, delta: int, image: Ints, to
     is_real = symbols < real
     spare = k - is_real.sum(1)
     rows, slots = is_real.nonzero()
-    columns = image[rows] * real + symbols[rows, slots]
+    columns = _paired(image[rows], symbols[rows, slots], real + k)
     _, columns = np.unique(columns, return_inverse=True)
     shape = (patches, int(columns.max(initial=0)) + 1)
     has = csr_array((np.ones(len(rows), np.int32), (rows, columns)), shape=shape)

@@ -457,14 +457,14 @@ def _apply(matrix: Reduction | _Matrix, values: Tensor, pruning: bool) -> Tensor
     if pruning:
         return values.index_select(0, sources)
     wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
-    weights = matrix.weights.to(wide).view(-1, *[1] * (values.ndim - 1))
-    picked = wide.index_select(0, sources) * weights
-    # a sum over each run of rows: deterministic on every device, unlike index_add
-    sums = torch.segment_reduce(
-        picked.flatten(1) if picked.ndim > 1 else picked[:, None],
-        "sum",
-        offsets=matrix.offsets.to(values.device),
-        axis=0,
-        initial=0,
+    table = wide.flatten(1) if wide.ndim > 1 else wide[:, None]
+    # a sum over each run of rows, in a fixed order on every device, unlike index_add
+    sums = torch.nn.functional.embedding_bag(
+        sources,
+        table,
+        matrix.offsets.to(values.device),
+        mode="sum",
+        per_sample_weights=matrix.weights.to(table),
+        include_last_offset=True,
     )
     return sums.reshape(-1, *values.shape[1:]).to(values.dtype)

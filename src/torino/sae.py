@@ -199,6 +199,8 @@ class SAE(nn.Module):
         _one_of("rank", rank, Rank)
         if not 1 <= k <= self.latents:
             raise BadParameter(f"k must be between 1 and the SAE's {self.latents} latents, got {k}.")
+        if chunk is not None and chunk < 1:
+            raise BadParameter(f"chunk must be at least 1 latent, got {chunk}.")
         check_matrix(x, "tokens")
         gated = rank == "activation"
         keep = min(k, self.k) if gated and self.kind == "topk" and self.k else k

@@ -20,7 +20,7 @@ from torch import Tensor
 ROWS = 1024  # tokens a tile; keeps the score buffer small however many images are packed
 COLUMNS = 4096  # latents a chunk
 DEPTH = 32  # latents that share a lane in the first, cheap maximum
-SPARE = 2  # candidates beyond k that usually complete the proof
+SPARE = 4  # candidates beyond k that complete the proof for all but a few tokens in a million
 WORKSPACE = 1 << 18  # float64 elements the exact scores may hold at once (2 MiB)
 SILENT = -1  # the index of a slot that holds no active latent
 
@@ -120,8 +120,9 @@ def _tile(
         proven.fill_(True)
     proven &= slack.isfinite()
     if not bool(proven.all()):
-        unproven = ~proven
-        indices[unproven], values[unproven] = _search(x[unproven], weight, bias, k, floor, norm)
+        for rows, wide in ((~proven & slack.isfinite(), False), (~proven & ~slack.isfinite(), True)):
+            if bool(rows.any()):
+                indices[rows], values[rows] = _search(x[rows], weight, bias, k, floor, slack[rows], norm, wide)
     return indices.masked_fill(values == -torch.inf, SILENT), values.masked_fill(values == -torch.inf, 0.0)
 
 
@@ -162,7 +163,7 @@ def _screen(
         torch.addmm(bias[start:stop], x, weight[start:stop].T, out=scores)
         if floor.ndim == 1:  # a floor per latent cannot be checked on the bar alone, so silence it here
             scores.masked_fill_(scores + slack[:, None].float() * 1.01 <= floor[start:stop], -torch.inf)
-        token, column, score = _above(scores, m, rough[:, -1])
+        token, column, score = _above(scores, m, rough[:, -1] if start else None)
         pool.append((token, column + start, score))
         if turn & (turn - 1) == 0 or stop == latents or len(token) > n * m:
             found, rough = _merge(found, rough, *[torch.cat(part) for part in zip(*pool, strict=True)])
@@ -170,15 +171,15 @@ def _screen(
     return found, rough
 
 
-def _above(scores: Tensor, m: int, bar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _above(scores: Tensor, m: int, bar: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The entries above the ``bar`` of their row, of which at least the ``m`` largest: rows, columns, values.
 
     A row is cut into lanes of ``DEPTH`` strided columns: a maximum over lanes is one pass of vector
-    instructions, and after the first chunks hardly any lane passes the bar. Where too many do, the m largest
-    of each row are taken instead.
+    instructions, and after the first chunks hardly any lane passes the bar. Where there is no bar yet, or too
+    many pass it, the m largest of each row are taken instead.
     """
     n, width = scores.shape
-    if width % DEPTH == 0:
+    if bar is not None and width % DEPTH == 0:
         lanes = scores.view(n, DEPTH, width // DEPTH)
         # "not below" instead of "above" lets NaN through, for the exhaustive search to settle
         row, lane = (~(lanes.amax(1) <= bar[:, None])).nonzero(as_tuple=True)
@@ -235,21 +236,24 @@ def _best(columns: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return columns.gather(1, order), values
 
 
-def _search(x: Tensor, weight: Tensor, bias: Tensor, k: int, floor: Tensor, norm: float) -> tuple[Tensor, Tensor]:
+def _search(
+    x: Tensor, weight: Tensor, bias: Tensor, k: int, floor: Tensor, slack: Tensor, norm: float, wide: bool
+) -> tuple[Tensor, Tensor]:
     """Search every latent for tokens the screen could not settle: slow, exhaustive, same definition.
 
-    A float64 product discards all latents that are clearly below the k-th best so far; the others are
-    scored by the definition and merged in.
+    Another product discards all latents that are clearly below the k-th best so far; the others, however many,
+    are scored by the definition and merged in. ``wide`` does it in float64, for tokens that overflow float32.
     """
     n = len(x)
-    x64 = x.double()
-    slack = (x.shape[1] + 2) * 2.0**-52 * (x64.norm(dim=1) * norm + bias.abs().max().double())
+    kind = torch.float64 if wide else torch.float32
+    if wide:
+        slack = (x.shape[1] + 2) * 2.0**-52 * (x.double().norm(dim=1) * norm + bias.abs().max().double())
     indices = torch.full((n, k), SILENT, device=x.device)
     values = x.new_full((n, k), -torch.inf)
     step = max(1, min(COLUMNS, WORKSPACE // max(n, x.shape[1])))
     for start in range(0, len(weight), step):
         stop = min(start + step, len(weight))
-        rough = torch.addmm(bias[start:stop].double(), x64, weight[start:stop].double().T)
+        rough = torch.addmm(bias[start:stop].to(kind), x.to(kind), weight[start:stop].to(kind).T).double()
         rough += slack[:, None] + 2.0**-22 * rough.abs()  # never below the defining score
         least = floor.double() if floor.ndim == 0 else floor[start:stop].double()
         open_ = (rough >= values[:, -1:].double()) & (rough > least)
