@@ -1,7 +1,12 @@
-"""One hypothesis profile for all tests: the same examples on every run, no time limit for a single one."""
+"""For all tests: one hypothesis profile, the same examples on every run; and one thread.
+
+Tiny products gain nothing from threads, and waiting threads are slow on a busy machine. That the number of
+threads changes no answer is tested where it could (test_strongest.py).
+"""
 
 from __future__ import annotations
 
+import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -13,3 +18,5 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("torino")
+
+torch.set_num_threads(1)

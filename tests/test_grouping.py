@@ -70,7 +70,7 @@ def check_invariants(groups: Groups, lengths: Sequence[int]) -> None:
 
 @pytest.mark.parametrize(("k", "delta"), SETTINGS)
 def test_every_setting_against_all_pairs(k: int, delta: int) -> None:
-    @settings(max_examples=50)
+    @settings(max_examples=30)
     @given(st.integers(k, k + 7).flatmap(lambda vocabulary: rows_of(k, vocabulary)))
     def check(rows: Rows) -> None:
         concepts = concepts_of(rows, k)

@@ -14,11 +14,21 @@ import torino
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "torino"
-ROOMS = (
-    ["version", "errors", "files", "packed", "tokens", "strongest", "concepts", "sae", "formats", "grouping", "story"]
-    + ["reduction", "stages", "reducers", "calibration", "example", "testing", "terminal", "draw", "vlm", "ask"]
-    + ["cli", "__main__"]
-)
+CORE = [
+    "version",
+    "errors",
+    "files",
+    "packed",
+    "tokens",
+    "strongest",
+    "concepts",
+    "sae",
+    "formats",
+    "grouping",
+    "story",
+]
+REDUCING = ["reduction", "stages", "reducers", "calibration", "example", "testing", "terminal", "draw"]
+ROOMS = [*CORE, *REDUCING, "vlm", "ask", "cli", "__main__"]
 # Deferred imports that look to the right on purpose: SAE.load and SAE.save open the room that knows layouts.
 ALLOWED = {("sae", "formats")}
 

@@ -88,8 +88,8 @@ def calibrate(
     >>> found.k, found.delta, found.counts
     (1, 1, tensor([3]))
     """
-    if not target >= 1:
-        raise BadParameter(f"target must be at least 1 token per image, got {target}.")
+    if not 1 <= target < float("inf"):
+        raise BadParameter(f"target must be a number of at least 1 token per image, got {target}.")
     if max_k < 1:
         raise BadParameter(f"max_k must be at least 1, got {max_k}.")
     packed = pack_patches(tokens)

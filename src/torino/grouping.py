@@ -174,11 +174,13 @@ def _components(symbols: Ints, real: int, delta: int, image: Ints, together: NDA
     key = image[rows]
     for column in subsets.T:
         key = _paired(key, symbols[rows, column[which]], real + k)
-    _, key = np.unique(key, return_inverse=True)
+    _, key, count = np.unique(key, return_inverse=True, return_counts=True)
+    key = key.reshape(-1)
+    linking = count[key] > 1  # a key that no other patch has links nothing
     extra = together.nonzero()[0]
-    key = np.concatenate([key.reshape(-1), key.size + image[extra]])  # past every other key: one per image
-    rows = np.concatenate([rows, extra])
-    return _linked(rows, patches + key, patches, patches + int(key.max(initial=-1)) + 1)
+    rows = np.concatenate([rows[linking], extra])
+    key = np.concatenate([key[linking], len(count) + image[extra]])  # past every other key: one per image
+    return _linked(rows, patches + key, patches, patches + len(count) + int(image[-1]) + 1)
 
 
 def _components_by_product(symbols: Ints, real: int, delta: int, image: Ints, together: NDArray[np.bool_]) -> Ints:
@@ -219,7 +221,9 @@ def _linked(left: Ints, right: Ints, patches: int, nodes: int) -> Ints:
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
-    graph = csr_array((np.ones(len(left), np.bool_), (left, right)), shape=(nodes, nodes))
+    order = left.argsort(kind="stable")
+    starts = np.searchsorted(left[order], np.arange(nodes + 1))
+    graph = csr_array((np.ones(len(left)), right[order], starts), shape=(nodes, nodes))
     _, label = cast(tuple[int, NDArray[Any]], connected_components(graph, directed=False))
     return label[:patches].astype(np.int64)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -51,7 +52,7 @@ class SAECard:
 
 
 class SAE(nn.Module):
-    """A sparse autoencoder, frozen, in float32.
+    """A sparse autoencoder, frozen, in float32 whatever the precision of the model beside it.
 
     With ``v`` the token after the normalisation and centring that the SAE was trained with,
 
@@ -120,6 +121,8 @@ class SAE(nn.Module):
         self.register_buffer("b_dec", _vector("b_dec", b_dec, width, W_enc))
         if W_dec is not None and W_dec.shape != W_enc.shape:
             raise BadParameter(f"W_dec must have the shape of W_enc, {tuple(W_enc.shape)}, got {tuple(W_dec.shape)}.")
+        if W_dec is not None:
+            check_matrix(W_dec, "W_dec")
         self.register_buffer("W_dec", None if W_dec is None else _frozen(W_dec))
         self.register_buffer("threshold", self._read_threshold(threshold))
         self._norm: tuple[tuple[int, int], float] | None = None
@@ -152,6 +155,14 @@ class SAE(nn.Module):
     def latents(self) -> int:
         """Number C of latents."""
         return self.W_enc.shape[0]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SAE:
+        """Move with the model but stay in float32: near-ties decide groups, and half precision would flip them."""
+
+        def keep(tensor: Tensor) -> Tensor:
+            return fn(tensor).float()
+
+        return super()._apply(keep, recurse)
 
     def extra_repr(self) -> str:
         """Name, kind and sizes, for ``print``."""

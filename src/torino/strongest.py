@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 ROWS = 1024  # tokens a tile; keeps the score buffer small however many images are packed
-COLUMNS = 4096  # latents a chunk
+COLUMNS = 3072  # latents a chunk
 DEPTH = 32  # latents that share a lane in the first, cheap maximum
 SPARE = 4  # candidates beyond k that complete the proof for all but a few tokens in a million
 WORKSPACE = 1 << 18  # float64 elements the exact scores may hold at once (2 MiB)
@@ -159,12 +159,13 @@ def _screen(
     pool: list[tuple[Tensor, Tensor, Tensor]] = []
     for turn, start in enumerate(range(0, latents, chunk), start=1):
         stop = min(start + chunk, latents)
-        scores = buffer[: n * (stop - start)].view(n, stop - start)
-        torch.addmm(bias[start:stop], x, weight[start:stop].T, out=scores)
+        # latents down, tokens across: the math library then needs a small workspace, and is a little faster
+        scores = buffer[: n * (stop - start)].view(stop - start, n)
+        torch.addmm(bias[start:stop, None], weight[start:stop], x.T, out=scores)
         if floor.ndim == 1:  # a floor per latent cannot be checked on the bar alone, so silence it here
-            scores.masked_fill_(scores + slack[:, None].float() * 1.01 <= floor[start:stop], -torch.inf)
-        token, column, score = _above(scores, m, rough[:, -1] if start else None)
-        pool.append((token, column + start, score))
+            scores.masked_fill_(scores + slack.float() * 1.01 <= floor[start:stop, None], -torch.inf)
+        token, latent, score = _above(scores, m, rough[:, -1] if start else None)
+        pool.append((token, latent + start, score))
         if turn & (turn - 1) == 0 or stop == latents or len(token) > n * m:
             found, rough = _merge(found, rough, *[torch.cat(part) for part in zip(*pool, strict=True)])
             pool.clear()
@@ -172,38 +173,37 @@ def _screen(
 
 
 def _above(scores: Tensor, m: int, bar: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The entries above the ``bar`` of their row, of which at least the ``m`` largest: rows, columns, values.
+    """The scores above the ``bar`` of their token, of which at least the ``m`` largest: tokens, latents, scores.
 
-    A row is cut into lanes of ``DEPTH`` strided columns: a maximum over lanes is one pass of vector
-    instructions, and after the first chunks hardly any lane passes the bar. Where there is no bar yet, or too
-    many pass it, the m largest of each row are taken instead.
+    The latents are cut into lanes, each of ``DEPTH`` rows that lie evenly apart: a maximum over lanes is one pass
+    of vector instructions, and after the first chunks hardly any lane passes the bar. Where there is no bar yet, or
+    too many pass it, the m largest of each token are taken instead.
     """
-    n, width = scores.shape
-    if bar is not None and width % DEPTH == 0:
-        lanes = scores.view(n, DEPTH, width // DEPTH)
+    height, n = scores.shape
+    if bar is not None and height % DEPTH == 0:
+        lanes = scores.view(DEPTH, height // DEPTH, n)
         # "not below" instead of "above" lets NaN through, for the exhaustive search to settle
-        row, lane = (~(lanes.amax(1) <= bar[:, None])).nonzero(as_tuple=True)
-        if len(row) <= 4 * n * m:
-            values = lanes[row, :, lane]
-            pair, depth = (~(values <= bar[row, None])).nonzero(as_tuple=True)
-            return row[pair], depth * lanes.shape[2] + lane[pair], values[pair, depth]
-    values, columns = _leaders(scores, min(m, width))
-    row = torch.arange(n, device=scores.device).repeat_interleave(values.shape[1])
-    return row, columns.reshape(-1), values.reshape(-1)
+        lane, token = (~(lanes.amax(0) <= bar)).nonzero(as_tuple=True)
+        if len(token) <= 4 * n * m:
+            values = lanes[:, lane, token]
+            depth, pair = (~(values <= bar[token])).nonzero(as_tuple=True)
+            return token[pair], depth * lanes.shape[1] + lane[pair], values[depth, pair]
+    values, latents = _leaders(scores, min(m, height))
+    return torch.arange(n, device=scores.device).repeat(len(values)), latents.reshape(-1), values.reshape(-1)
 
 
 def _leaders(scores: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """The ``m`` largest of each row and their columns: they lie in the m lanes with the largest maxima."""
-    n, width = scores.shape
-    if width % DEPTH or width // DEPTH <= m:
-        values, columns = scores.topk(m, dim=1, sorted=False)
-        return values, columns
-    lanes = scores.view(n, DEPTH, width // DEPTH)
-    lane = lanes.amax(1).topk(m, dim=1, sorted=False).indices
+    """The ``m`` largest scores of each token and their latents: they lie in the m lanes with the largest maxima."""
+    height, n = scores.shape
+    if height % DEPTH or height // DEPTH <= m:
+        values, latents = scores.topk(m, dim=0, sorted=False)
+        return values, latents
+    lanes = scores.view(DEPTH, height // DEPTH, n)
+    lane = lanes.amax(0).topk(m, dim=0, sorted=False).indices
     depth = torch.arange(DEPTH, device=scores.device)
-    columns = (depth[:, None] * lanes.shape[2] + lane[:, None, :]).flatten(1)
-    values, order = scores.gather(1, columns).topk(m, dim=1, sorted=False)
-    return values, columns.gather(1, order)
+    latents = (depth[:, None, None] * lanes.shape[1] + lane).flatten(0, 1)
+    values, order = scores.gather(0, latents).topk(m, dim=0, sorted=False)
+    return values, latents.gather(0, order)
 
 
 def _candidate_scores(

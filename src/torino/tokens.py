@@ -180,7 +180,9 @@ def load_tokens(path: str | Path) -> list[VisualTokens]:
             "Write one of shape (N, D), (images, N, D), or (total, D) together with 'grids'."
         )
     patches, grids = arrays["patches"], _read_grids(arrays.get("grids", arrays.get("grid")), path)
-    block = texts.get("block", "")
+    block = texts.get(
+        "block", str(arrays["block"].item()) if "block" in arrays and arrays["block"].numel() == 1 else ""
+    )
     origin = Origin(texts.get("encoder", ""), int(block) if re.fullmatch(r"-?[0-9]+", block) else None)
     if patches.ndim == 3:
         parts = list(patches)
@@ -208,8 +210,9 @@ def check_matrix(values: Tensor, name: str) -> None:
         raise BadTokens(f"{name} is empty: its shape is {tuple(values.shape)}. An image has at least one patch.")
     if values.dtype not in FLOATS:
         raise BadTokens(f"{name} must be floating point, got {values.dtype}. Convert it with .float().")
-    if not bool(torch.isfinite(values).all()):
-        bad = int((~torch.isfinite(values)).any(dim=1).nonzero()[0])
+    finite = torch.isfinite(values.float() if values.dtype == torch.float64 else values)  # all is float32 inside
+    if not bool(finite.all()):
+        bad = int((~finite).any(dim=1).nonzero()[0])
         raise BadTokens(
             f"{name} holds NaN or infinite values, first in row {bad}. "
             "The encoder may have overflowed in half precision: run it in float32 or bfloat16."

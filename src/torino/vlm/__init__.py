@@ -26,3 +26,31 @@ def _llava() -> type[Host]:
     from torino.vlm.llava import Llava
 
     return Llava
+
+
+@serve("internvl")
+def _internvl() -> type[Host]:
+    from torino.vlm.internvl import InternVL
+
+    return InternVL
+
+
+@serve("idefics3", "smolvlm")
+def _idefics() -> type[Host]:
+    from torino.vlm.idefics import Idefics
+
+    return Idefics
+
+
+@serve("paligemma")
+def _paligemma() -> type[Host]:
+    from torino.vlm.gemma import PaliGemma
+
+    return PaliGemma
+
+
+@serve("gemma3")
+def _gemma3() -> type[Host]:
+    from torino.vlm.gemma import Gemma3
+
+    return Gemma3

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
-import weakref
+from collections import UserDict
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from copy import copy
-from dataclasses import dataclass
-from typing import Any, cast
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torino.errors import BadParameter
 from torino.reducers import Reducer
 from torino.vlm.host import Host, Positions, host_of
+from torino.vlm.repack import Side
 from torino.vlm.trace import Trace
 
 
@@ -29,22 +31,33 @@ class Setting:
     host: Host
     trace: Trace
     positions: Positions = "compact"
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set when the block ends; tasks that outlive it carry on with the stock model."""
 
 
 # Which setting a thread (or task) uses for which model: a thread inside its own `with` never sees another's.
-_here: ContextVar[dict[int, Setting]] = ContextVar("torino_settings", default={})  # noqa: B039: never changed in place
-_everywhere: weakref.WeakKeyDictionary[nn.Module, Setting] = weakref.WeakKeyDictionary()
-_users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_here: ContextVar[Mapping[int, Setting] | None] = ContextVar("torino_settings", default=None)
 _lock = threading.RLock()
+_DOOR = "_torino_door"
 
 
 @contextmanager
 def reduced(model: nn.Module, reducer: Reducer, *, positions: Positions = "compact") -> Generator[Trace]:
     """Let a model answer with fewer visual tokens inside the block, and leave no trace of it behind.
 
-    ``generate`` and ``forward`` of this one model object take the same inputs as ever. ``generate`` gives back
-    the caller's own prompt in front of the answer, so ``out[:, inputs.input_ids.shape[1]:]`` still cuts in the
-    right place; ``forward`` returns logits of the shorter prompt. Other threads are not affected.
+    ``generate`` and ``forward`` of this one model object take the same inputs as ever.
+
+    ``generate`` gives back the caller's own prompt in front of the answer, so ``out[:, inputs.input_ids.shape[1]:]``
+    still cuts in the right place, and ``max_length``, ``min_length``, stopping criteria, logits processors and
+    streamers count and see that prompt too. Scores, hidden states and caches are those of the shorter one. A prompt
+    padded on the right is padded on the left before it is answered, which stock models only warn about.
+
+    ``forward`` returns logits (and a loss, from ``labels`` shrunk alike) of the shorter prompt, padded on the side
+    that was padded. For a decoding loop of your own, or to go on with a cache over several turns, take
+    :class:`ReducingProcessor`, whose prompts have their final length.
+
+    Other threads are not affected; a thread that should be enters a ``with`` of its own, runs in
+    ``contextvars.copy_context()``, or uses :func:`apply`. A copy or a pickle of the model is not reduced.
 
     Parameters
     ----------
@@ -59,144 +72,356 @@ def reduced(model: nn.Module, reducer: Reducer, *, positions: Positions = "compa
         The Reduction of every image, with counts and times.
     """
     setting = _setting(model, reducer, positions)
-    outer = _here.get()
-    token = _here.set({**outer, id(model): setting})
+    token = _here.set({**(_here.get() or {}), id(model): setting})
     _install(model)
     try:
         yield setting.trace
     finally:
+        setting.over.set()
         _uninstall(model)
-        _here.reset(token)
+        # a generator may be closed from another context, to which the token is foreign; the event has ended it then
+        with suppress(ValueError):
+            _here.reset(token)
 
 
 def apply(model: nn.Module, reducer: Reducer, *, positions: Positions = "compact") -> Trace:
     """Reduce a model's visual tokens until :func:`remove`, in all threads. Prefer :func:`reduced` where it fits."""
     setting = _setting(model, reducer, positions)
     with _lock:
-        if model not in _everywhere:
-            _install(model)
-        _everywhere[model] = setting
+        door = _door(model)
+        if door is None or door.everywhere is None:
+            door = _install(model)
+        door.everywhere = setting
     return setting.trace
 
 
 def remove(model: nn.Module) -> None:
     """Undo :func:`apply`."""
     with _lock:
-        if _everywhere.pop(model, None) is not None:
+        door = _door(model)
+        if door is not None and door.everywhere is not None:
+            door.everywhere = None
             _uninstall(model)
 
 
 def _setting(model: nn.Module, reducer: Reducer, positions: Positions) -> Setting:
     if positions not in ("compact", "original"):
         raise BadParameter(f"positions must be 'compact' or 'original', got {positions!r}.")
+    if not isinstance(reducer, Reducer):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not type-check
+        raise BadParameter(
+            f"reducer must be a Reducer, such as torino.make('torino-m', sae=...), got {type(reducer).__name__}."
+        )
     return Setting(reducer, host_of(model), Trace(), positions)
 
 
+# ---------------------------------------------------------------------- what stands in front of a model
+
+
+class _Method:
+    """A method of a model, in front of its own. It copies and pickles as that one: a copy is not reduced."""
+
+    def __init__(self, model: nn.Module, stock: Callable[..., Any], run: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, stock)  # its signature is asked for all over transformers
+        self.model, self.stock, self.run = model, stock, run
+
+    def __call__(self, *arguments: Any, **given: Any) -> Any:
+        """Run reduced if this thread is to, else as ever."""
+        # A compiler that traces through here cannot follow a context, and a step without pixels does not need it.
+        if torch.compiler.is_compiling() and not arguments and not any("pixel" in name for name in given):
+            return self.stock(**given)
+        setting = _current(self.model)
+        if setting is None:
+            return self.stock(*arguments, **given)
+        return self.run(setting, self.stock, self._by_name(arguments, given))
+
+    def _by_name(self, arguments: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+        if not arguments:
+            return given
+        parameters = inspect.signature(self.stock).parameters.values()
+        names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD][: len(arguments)]
+        if len(names) < len(arguments) or set(names) & set(given):
+            raise BadParameter(
+                f"{len(arguments)} arguments were given by place, which {self.stock.__name__} takes as "
+                f"{', '.join(names) or 'none'}, and by name {', '.join(given) or 'none'}. Give each once, by name."
+            )
+        return dict(zip(names, arguments, strict=True)) | given
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(self.stock, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.stock,)
+
+
+class _Door:
+    """Who uses the methods in front of a model, and what was there before; it lives in the model's own dictionary."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.users = 0
+        self.everywhere: Setting | None = None
+        runs = {"generate": _generate, "forward": _forward}
+        self.methods = {
+            name: _Method(model, getattr(model, name), run) for name, run in runs.items() if hasattr(model, name)
+        }
+        self.before = {name: model.__dict__[name] for name in self.methods if name in model.__dict__}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nobody uses a copy of the model yet."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (None,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _door(model: nn.Module) -> _Door | None:
+    return model.__dict__.get(_DOOR)
+
+
 def _current(model: nn.Module) -> Setting | None:
-    return _here.get().get(id(model)) or _everywhere.get(model)
+    setting = (_here.get() or {}).get(id(model))
+    if setting is not None and not setting.over.is_set():
+        return setting
+    door = _door(model)
+    return None if door is None else door.everywhere
 
 
-def _install(model: nn.Module) -> None:
+def _install(model: nn.Module) -> _Door:
     """Put our generate and forward in front of the model's own, once however many use them."""
     with _lock:
-        _users[model] = _users.get(model, 0) + 1
-        if _users[model] > 1:
-            return
-        for name, wrap in (("generate", _generate), ("forward", _forward)):
-            if hasattr(model, name):
-                # an attribute of the object hides the method of its class, and deleting it brings the method back
-                object.__setattr__(model, name, wrap(weakref.ref(model), getattr(model, name)))
+        door = _door(model)
+        if door is None:
+            door = _Door(model)
+            # an attribute of the object hides the method of its class, and deleting it brings the method back
+            for name, method in {_DOOR: door, **door.methods}.items():
+                object.__setattr__(model, name, method)
+        door.users += 1
+        return door
 
 
 def _uninstall(model: nn.Module) -> None:
     with _lock:
-        _users[model] -= 1
-        if not _users[model]:
-            del _users[model]
-            for name in ("generate", "forward"):
-                model.__dict__.pop(name, None)
+        door = _door(model)
+        if door is None:
+            return
+        door.users -= 1
+        if door.users:
+            return
+        del model.__dict__[_DOOR]
+        for name, method in door.methods.items():
+            if model.__dict__.get(name) is not method:
+                continue  # someone has wrapped ours meanwhile; it lets everything through from now on
+            if name in door.before:
+                object.__setattr__(model, name, door.before[name])
+            else:
+                del model.__dict__[name]
 
 
-def _generate(model: weakref.ref[nn.Module], stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def generate(inputs: Tensor | None = None, *others: Any, **given: Any) -> Any:
-        here = model()
-        setting = _current(here) if here is not None else None
-        if setting is None or not setting.host.has_images(given):
-            return stock(inputs, *others, **given)
-        if others:
-            raise BadParameter("Give generate its arguments by name while a model is reduced.")
-        if inputs is not None:
-            given = {"input_ids": inputs, **given}
-        prompt: Tensor | None = given.get("input_ids")
-        shrunk, look = setting.host.shrink(given, setting.reducer, setting.positions, side="left")
-        setting.trace.add(look)
-        assert prompt is not None
-        _count_new_tokens(shrunk, prompt.shape[1])
-        cut = shrunk["input_ids"].shape[1]
-        return _with_prompt(stock(**shrunk), prompt, cut)
-
-    return generate
+def _generate(setting: Setting, stock: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Answer a reduced prompt, and give the caller his own back in front of the answer."""
+    if given.get("inputs") is not None and given.get("input_ids") is None:
+        given["input_ids"] = given.pop("inputs")
+    host = setting.host
+    _check_cache(host, given)
+    if given.get("inputs") is not None or not host.has_images(given):
+        return stock(**given)
+    caller = _Caller(host.model, given)
+    caller.check()
+    with torch.no_grad():
+        shrunk = _shrink(setting, caller.inputs, "left")
+    return caller.receive(stock(**caller.translate(shrunk)))
 
 
-def _forward(model: weakref.ref[nn.Module], stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def forward(*arguments: Any, **given: Any) -> Any:
-        here = model()
-        setting = _current(here) if here is not None else None
-        if setting is None or not setting.host.has_images(given):
-            return stock(*arguments, **given)
-        if arguments:
-            given = {"input_ids": arguments[0], **given}
-            if len(arguments) > 1:
-                raise BadParameter("Give forward its arguments by name while a model is reduced.")
-        shrunk, look = setting.host.shrink(given, setting.reducer, setting.positions)
-        setting.trace.add(look)
-        return stock(**shrunk)
-
-    return forward
+def _forward(setting: Setting, stock: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Run the reduced prompt."""
+    if not setting.host.has_images(given):
+        return stock(**given)
+    _check_cache(setting.host, given)
+    return stock(**_shrink(setting, given, None))
 
 
-def _count_new_tokens(given: dict[str, Any], prompt: int) -> None:
-    """Lengths that count the prompt are meant for the caller's prompt: count what comes after it instead."""
-    for whole, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
-        if given.get(whole) is not None:
-            given.setdefault(new, max(int(given.pop(whole)) - prompt, 1))
+@torch.compiler.disable
+def _shrink(setting: Setting, given: Mapping[str, Any], side: Side | None) -> dict[str, Any]:
+    """Shrink the inputs and write it down; hooks and plans are no matter for a compiler."""
+    shrunk, look = setting.host.shrink(given, setting.reducer, setting.positions, side=side)
+    setting.trace.add(look)
+    return shrunk
 
 
-def _with_prompt(output: Any, prompt: Tensor, cut: int) -> Any:
-    """Put the caller's own prompt in front of the new tokens."""
-    sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
-    copies = len(sequences) // len(prompt)
-    restored = torch.cat([prompt.repeat_interleave(copies, 0).to(sequences), sequences[:, cut:]], 1)
-    if isinstance(output, Tensor):
-        return restored
-    output.sequences = restored
-    return output
+def _check_cache(host: Host, given: Mapping[str, Any]) -> None:
+    """Refuse to go on from a cache that holds a shorter prompt than the one given."""
+    cache, ids = given.get("past_key_values"), given.get("input_ids")
+    if cache is None or not cache.get_seq_length():
+        return
+    if host.has_images(given) or (ids is not None and bool((ids == host.image_token).any())):
+        raise BadParameter(
+            f"past_key_values holds {cache.get_seq_length()} tokens already, and this prompt has images, which are "
+            "shorter in that cache than here. To go on over several turns, let ReducingProcessor write the prompt: "
+            "its input_ids have the length that the cache has."
+        )
 
 
-class ReducedInputs(dict[str, Any]):
+class _Caller:
+    """One call of generate: what its caller says and means of his own prompt, translated to the reduced one."""
+
+    def __init__(self, model: nn.Module, given: dict[str, Any]) -> None:
+        self.own: Any = getattr(model, "generation_config", None)
+        self.given = given
+        self.prompt: Tensor = given.get("input_ids")  # type: ignore[assignment]: shrink refuses a call without it
+        self.cut = 0
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What was given; without a mask, with the one that generate would read from the padding."""
+        pad, eos = self._meant("pad_token_id"), self._meant("eos_token_id")
+        if self.prompt is None or self.given.get("attention_mask") is not None or pad is None:  # pyright: ignore[reportUnnecessaryComparison]
+            return self.given
+        ends: list[int] = [] if eos is None else torch.as_tensor(eos).reshape(-1).tolist()
+        return self.given if pad in ends else {**self.given, "attention_mask": (self.prompt != pad).long()}
+
+    def check(self) -> None:
+        """Refuse what would go wrong without a word."""
+        if self._meant("prefill_chunk_size") is not None:
+            raise BadParameter(
+                "prefill_chunk_size is set, and transformers leaves the images out of a prompt that it prefills in "
+                "chunks. Leave it out; a reduced prompt is short."
+            )
+
+    def translate(self, shrunk: dict[str, Any]) -> dict[str, Any]:
+        """Say of the reduced prompt what was said of the caller's: lengths, and who looks at it."""
+        self.cut = shrunk["input_ids"].shape[1]
+        said = self._lengths(shrunk)
+        for name in ("logits_processor", "stopping_criteria"):
+            if said.get(name):
+                said[name] = type(said[name])([self._shown(one) for one in said[name]])
+        if said.get("prefix_allowed_tokens_fn") is not None:
+            said["prefix_allowed_tokens_fn"] = self._allowed(said["prefix_allowed_tokens_fn"])
+        if said.get("streamer") is not None:
+            said["streamer"] = _Streamer(said["streamer"], self.restore)
+        return said
+
+    def receive(self, output: Any) -> Any:
+        """Put the caller's own prompt in front of the new tokens."""
+        if isinstance(output, Tensor):
+            return self.restore(output)
+        if getattr(output, "sequences", None) is not None:
+            output.sequences = self.restore(output.sequences)
+        return output
+
+    def restore(self, ids: Tensor) -> Tensor:
+        """The caller's prompt and what follows the reduced one, for one or several sequences of each row."""
+        prompt = self.prompt.repeat_interleave(len(ids) // len(self.prompt), 0)
+        return torch.cat([prompt.to(ids), ids[:, self.cut :]], 1)
+
+    def _meant(self, name: str) -> Any:
+        """An option of generation, as generate looks it up: its arguments, the config given, the model's own."""
+        if name in self.given:
+            return self.given[name]
+        configs = (self.given.get("generation_config"), self.own)
+        return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
+
+    def _lengths(self, shrunk: dict[str, Any]) -> dict[str, Any]:
+        """Lengths that count the prompt are meant of the caller's."""
+        length, config = self.prompt.shape[1], shrunk.get("generation_config")
+        removed = length - self.cut
+        for name, instead in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+            whole = self._meant(name)
+            if whole is None or self._meant(instead) is not None:
+                continue  # a number of new tokens goes before, and is no other for a shorter prompt
+            if name == "max_length" and whole <= length:
+                raise BadParameter(
+                    f"The prompt is {length} tokens long, and max_length is {whole}, which leaves none for an answer. "
+                    "max_length counts your prompt, not the reduced one. Raise it, or give max_new_tokens."
+                )
+            if config is not None and shrunk.get(name) is None:
+                config = deepcopy(config)
+                setattr(config, name, max(whole - removed, 0))
+                shrunk = {**shrunk, "generation_config": config}
+            else:
+                shrunk = {**shrunk, name: max(whole - removed, 0)}
+        return shrunk
+
+    def _allowed(self, inner: Callable[[int, Tensor], Any]) -> Callable[[int, Tensor], Any]:
+        # rows are numbered after they were repeated for samples, and before they are for beams
+        beams, samples = self._meant("num_beams") or 1, self._meant("num_return_sequences") or 1
+        copies = samples if beams == 1 else 1
+
+        def allowed(row: int, ids: Tensor) -> Any:
+            return inner(row, torch.cat([self.prompt[row // copies].to(ids), ids[self.cut :]]))
+
+        return allowed
+
+    def _shown(self, one: Any) -> Any:
+        """Let a criterion or a processor see the caller's prompt."""
+        if type(one).__name__ == "MaxLengthCriteria":
+            one = copy(one)
+            one.max_length -= self.prompt.shape[1] - self.cut
+            return one
+        # transformers merges its own with those given by their class, which another class around them would hide
+        own = type(one).__module__.startswith("transformers.")
+        return one if own else _Shown(one, self.restore)
+
+
+@dataclass(frozen=True, eq=False)
+class _Shown:
+    """A stopping criterion or logits processor that sees the caller's prompt."""
+
+    inner: Callable[..., Any]
+    restore: Callable[[Tensor], Tensor]
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
+        return self.inner(self.restore(input_ids), scores)
+
+
+class _Streamer:
+    """A streamer that is given the caller's prompt first."""
+
+    def __init__(self, inner: Any, restore: Callable[[Tensor], Tensor]) -> None:
+        self.inner, self.restore, self.begun = inner, restore, False
+
+    def put(self, value: Tensor) -> None:
+        self.inner.put(value if self.begun else self.restore(value))
+        self.begun = True
+
+    def end(self) -> None:
+        self.inner.end()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+# ---------------------------------------------------------------------- the other door
+
+
+class ReducedInputs(UserDict[str, Any]):
     """Inputs of their final length; each use hands out encoder outputs that a model may change as it likes."""
 
     def __getitem__(self, name: str) -> Any:
         """Return an input; the encoder outputs as a fresh shallow copy, because beam search changes them."""
         value = super().__getitem__(name)
         if name == "mm_encoder_outputs":
-            return {modality: copy(output) for modality, output in cast(Mapping[str, Any], value).items()}
+            encoded: Mapping[str, Any] = value
+            return {modality: copy(output) for modality, output in encoded.items()}
         return value
 
     def __getattr__(self, name: str) -> Any:
         """Allow ``inputs.input_ids``, as with the processor's own."""
-        if name in self:
+        if name != "data" and name in self.data:
             return self[name]
         raise AttributeError(name)
 
     def to(self, *arguments: Any, **options: Any) -> ReducedInputs:
-        """Move the prompt; the features are where the model is already."""
-        moved = {
-            name: value.to(*arguments, **options) if isinstance(value, Tensor) else value
-            for name, value in self.items()
-        }
+        """Move the prompt, and cast what is not whole numbers; the features are where the model is already."""
+        where = [argument for argument in arguments if not isinstance(argument, torch.dtype)]
+        whither = {name: option for name, option in options.items() if name != "dtype"}
+        moved = dict(self.data)
+        for name, value in moved.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                moved[name] = value.to(*arguments, **options)
+            elif isinstance(value, Tensor) and (where or "device" in whither):
+                moved[name] = value.to(*where, **whither)
         return ReducedInputs(moved)
 
 
@@ -204,7 +429,7 @@ class ReducingProcessor:
     """A processor that encodes and reduces, and returns a prompt of its final length.
 
     ``model.generate(**processor(images=..., text=...))`` on the unchanged model: every length, position and cache
-    is right from the start, because nothing is shortened behind anyone's back.
+    is right from the start, because nothing is shortened behind anyone's back. Padding is on the left.
 
     Parameters
     ----------
@@ -212,6 +437,7 @@ class ReducingProcessor:
     model : the model, whose tower is run
     reducer : Reducer
     positions : {"compact", "original"}
+        Number the remaining tokens anew, or keep the positions they had in the full prompt.
 
     Attributes
     ----------
@@ -241,8 +467,20 @@ class ReducingProcessor:
         if not self.setting.host.has_images(full):
             return ReducedInputs(full)
         shrunk, look = self.setting.host.shrink(full, self.setting.reducer, self.setting.positions, side="left")
-        self.setting.trace.add(look)
+        self.setting.trace.add(replace(look, padding=self._padding(given)))
         return ReducedInputs(shrunk)
+
+    def _padding(self, given: Mapping[str, Any]) -> str:
+        """How images are brought to the tower's shape, as far as a processor of LLaVA-1.5 says it."""
+        images = getattr(self.processor, "image_processor", None)
+        said = {**given.get("images_kwargs", {}), **given}
+
+        def does(name: str) -> bool:
+            return bool(said.get(name, getattr(images, name, False)))
+
+        if type(images).__name__.startswith("LlavaImageProcessor") and does("do_pad"):
+            return "square"
+        return "crop" if does("do_center_crop") else ""
 
     def __getattr__(self, name: str) -> Any:
         """Pass everything else (decoding, chat templates) to the model's own processor."""

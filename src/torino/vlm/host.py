@@ -96,12 +96,18 @@ class Host(ABC):
 
     def positions(self, inputs: Mapping[str, Any], done: Repacked, positions: Positions) -> dict[str, Any]:
         """Further inputs that place the new prompt; nothing for compact positions, which models count themselves."""
-        if positions == "compact":
-            return {}
         mask = inputs.get("attention_mask")
         old = torch.ones_like(inputs["input_ids"]) if mask is None else mask.long()
-        place = (old.cumsum(1) - 1).clamp(min=0)
-        rows = [row[at] for row, at in zip(place, done.kept, strict=True)]
+        own: Tensor | None = inputs.get("position_ids")
+        if positions == "compact":
+            if own is not None and not _counts_up(own, old):
+                raise BadParameter(
+                    "The position_ids given do not simply count the tokens, so they cannot be counted anew for fewer. "
+                    'Leave them out, or keep the positions of the full prompt with positions="original".'
+                )
+            return {}
+        place = (old.cumsum(1) - 1).clamp(min=0) if own is None else own.expand(len(old), -1)
+        rows = [row[at.to(row.device)] for row, at in zip(place, done.kept, strict=True)]
         return {"position_ids": done.spread(rows, 0)}
 
     # ------------------------------------------------------------------ what all families share
@@ -110,15 +116,22 @@ class Host(ABC):
         self, inputs: Mapping[str, Any], reducer: Reducer, positions: Positions, side: Side | None = None
     ) -> tuple[dict[str, Any], Look]:
         """Turn the inputs of a full prompt into those of the reduced one."""
-        if inputs.get("input_ids") is None:
+        if inputs.get("input_ids") is None or inputs.get("inputs_embeds") is not None:
             raise BadParameter(
-                "Reduction needs input_ids with image placeholders; inputs_embeds alone cannot be shrunk."
+                "Reduction needs input_ids with image placeholders, and no inputs_embeds: embeddings cannot be shrunk. "
+                "Give input_ids and pixel_values."
+            )
+        encoded = dict(inputs.get("mm_encoder_outputs") or {})
+        if encoded.get("image") is not None:
+            raise BadParameter(
+                "Both pixel values and mm_encoder_outputs of images were given. Give the pixels to have them reduced, "
+                "or the outputs alone to have them used as they are."
             )
         with recording() as seconds:
             with stage("tower"):
                 sight = self.look(inputs, reducer.needs)
-            with stage("plan"):
-                plans = reducer.plan_batch(list(sight.tokens))
+            with stage("plan"), torch.no_grad():
+                plans = reducer.plan_batch([_detached(tokens) for tokens in sight.tokens])
             self._check_plans(reducer, plans)
             with stage("projector"):
                 splices = self.splice(sight, plans)
@@ -127,20 +140,22 @@ class Host(ABC):
         used = {*self.pixel_names, *done.inputs, "position_ids", "mm_encoder_outputs"}
         shrunk = {name: value for name, value in inputs.items() if name not in used}
         shrunk |= done.inputs | self.positions(inputs, done, positions)
-        shrunk["mm_encoder_outputs"] = {"image": self.outputs(sight, splices)}
+        shrunk["mm_encoder_outputs"] = {**encoded, "image": self.outputs(sight, splices)}
         after = tuple(len(slot) for slot in slots)
-        saved = (sum(sight.full) - sum(after)) * self._cache_bytes()
+        # the cache is a block: every row of it is as long as the longest
+        saved = (inputs["input_ids"].numel() - done.inputs["input_ids"].numel()) * self._cache_bytes()
         return shrunk, Look(tuple(plans), sight.full, after, dict(seconds), saved)
 
     def has_images(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether there is anything to reduce in these inputs."""
-        return inputs.get("pixel_values") is not None
+        """Whether there is anything to reduce in these inputs; an empty batch of pixels is none."""
+        pixels = inputs.get("pixel_values")
+        return pixels is not None and len(pixels) > 0
 
     def _check_plans(self, reducer: Reducer, plans: ReductionBatch) -> None:
         if not self.merges and not all(plan.is_pruning for plan in plans):
             raise BadParameter(
-                f"{reducer.spec} merges tokens, and in {type(self.model).__name__} a merged token has no defined place. "
-                "Choose a reducer that prunes, such as torino-p."
+                f"{reducer.spec} merges tokens, and in {type(self.model).__name__} a merged token has no defined "
+                "place. Choose a reducer that prunes, such as torino-p."
             )
 
     def _pad(self) -> int:
@@ -155,6 +170,21 @@ class Host(ABC):
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         kind = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         return 2 * int(text.num_hidden_layers) * int(heads) * int(size) * kind.itemsize
+
+
+def _detached(tokens: VisualTokens) -> VisualTokens:
+    """The same tokens without a gradient: a plan is made of choices, and a reducer may want numpy."""
+    if not tokens.patches.requires_grad:
+        return tokens
+    return tokens.with_(patches=tokens.patches.detach(), cls=None if tokens.cls is None else tokens.cls.detach())
+
+
+def _counts_up(positions: Tensor, mask: Tensor) -> bool:
+    """Whether positions of shape (rows, length) rise by one from each token to the next."""
+    if positions.ndim != 2:
+        return False
+    rows = zip(positions.expand(len(mask), -1), mask.bool(), strict=True)
+    return all(bool((row[is_real].diff() == 1).all()) for row, is_real in rows)
 
 
 _hosts: dict[str, Callable[[], type[Host]]] = {}

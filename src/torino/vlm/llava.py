@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torino.errors import TorinoError
+from torino.errors import MissingSignal, TorinoError
 from torino.packed import Packed
 from torino.reduction import ReductionBatch
 from torino.tokens import Origin, VisualTokens
@@ -28,7 +28,7 @@ class Llava(Host):
     @property
     def inner(self) -> Any:
         """The model without its head."""
-        return self.model.model  # type: ignore[union-attr]
+        return self.model if hasattr(self.model, "vision_tower") else self.model.model
 
     def tap_block(self, parts: Anatomy, layer: object = None) -> int:
         """Zero-based block whose output the projector reads; hidden state 0 enters block 0."""
@@ -36,13 +36,21 @@ class Llava(Host):
         if not isinstance(layer, int):
             raise TorinoError(
                 f"This model reads several tower layers at once ({layer}), which have no single tap. "
-                "Torino reduces models that read one layer."
+                "Torino reduces models that read one layer (vision_feature_layer=-2)."
             )
         states = len(parts.blocks) + 1
+        if not -states <= layer < states:
+            raise TorinoError(
+                f"vision_feature_layer is {layer}, and the tower has hidden states {-states} to {states - 1}."
+            )
         return (layer % states) - 1
 
     def see(self, pixels: Tensor, needs: frozenset[str], **options: Any) -> list[VisualTokens]:
         """Tokens at the tap, one VisualTokens for each picture in ``pixels`` (pictures, 3, height, width)."""
+        return self._see(pixels, needs, **options)[0]
+
+    def _see(self, pixels: Tensor, needs: frozenset[str], **options: Any) -> tuple[list[VisualTokens], Tensor]:
+        """Tokens at the tap, and the registers of each picture, shape (pictures, registers, D)."""
         tower = self.inner.vision_tower
         parts = anatomy(tower)
         block = self.tap_block(parts, options.pop("vision_feature_layer", None))
@@ -52,11 +60,18 @@ class Llava(Host):
                 'This model feeds the CLS token to its language model (vision_feature_select_strategy="full"), which '
                 'torino does not reduce. Use "default".'
             )
-        dtype = next(tower.parameters()).dtype
-        seen = tap(tower, parts, block, needs, lambda: tower(pixels.to(dtype), **options))
+        if strategy == "default" and not parts.prefix:
+            raise TorinoError(
+                'vision_feature_select_strategy="default" leaves out the first token of the tower: a CLS token in '
+                f'other towers, a patch in {type(tower).__name__}. Use "full", here and in the processor.'
+            )
+        like = next(parameter for parameter in tower.parameters() if parameter.is_floating_point())
+        # weights that are offloaded live nowhere; whoever brings them brings the pixels too
+        pixels = pixels.to(like.dtype) if like.is_meta else pixels.to(like)
+        seen = tap(tower, parts, block, needs, lambda: tower(pixels, **options))
         side = tower.config.patch_size
         grid = (pixels.shape[-2] // side, pixels.shape[-1] // side)
-        return [
+        images = [
             VisualTokens(
                 patches=states[parts.prefix :],
                 grid=grid,
@@ -64,35 +79,46 @@ class Llava(Host):
                 cls=states[0] if parts.has_cls else None,
                 cls_attention=seen.of("cls_attention", i),
                 keys=seen.of("keys", i),
-                signals={name: values[i] for name, values in seen.signals.items() if "@" in name},
+                signals={name: all_[i] for name, all_ in seen.signals.items() if name not in ("cls_attention", "keys")},
             )
             for i, states in enumerate(seen.states)
         ]
+        return images, seen.states[:, int(parts.has_cls) : parts.prefix]
 
     def project(self, tokens: Packed) -> Packed:
         """Project the reduced tokens of all images in one go."""
         return Packed(self.inner.multi_modal_projector(tokens.values), tokens.offsets)
 
     def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> Sight:
-        """Every image is one unit."""
+        """Every image is one unit. Registers, where a tower has them, are tokens of the prompt and all stay."""
         options = {
             name: inputs[name]
             for name in ("vision_feature_layer", "vision_feature_select_strategy")
             if inputs.get(name) is not None
         }
-        tokens = self.see(inputs["pixel_values"], needs, **options)
-        return Sight(tuple(tokens), tuple(len(image) for image in tokens))
+        tokens, registers = self._see(inputs["pixel_values"], needs, **options)
+        return Sight(tuple(tokens), tuple(registers.shape[1] + len(image) for image in tokens), registers)
 
     def splice(self, sight: Sight, plans: ReductionBatch) -> list[Splice]:
-        """Reduce, project, and place each token where its anchor was; a token of no place comes last."""
-        reduced = plans.apply(
-            [image.patches for image in sight.tokens],
-            [image.cls if image.cls is not None else image.patches[0] for image in sight.tokens],
-        )
-        features = self.project(reduced)
+        """Reduce, project, and place each token where its anchor was; a token of no place takes the last one."""
+        registers: Tensor = sight.extra
+        first = registers.shape[1]
+        cls = [image.cls for image in sight.tokens if image.cls is not None]
+        reads_cls = next((plan.by for plan in plans if bool((plan.sources == plan.patches).any())), None)
+        if reads_cls and not cls:
+            raise MissingSignal(
+                f"{reads_cls} keeps the CLS token, and the tower {type(self.inner.vision_tower).__name__} has none. "
+                "Choose a reducer that does without, such as torino-m."
+            )
+        reduced = plans.apply([image.patches for image in sight.tokens], cls or None)
+        if first:
+            reduced = Packed.of([torch.cat(pair) for pair in zip(registers, reduced, strict=True)])
         return [
-            Splice(feature, torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor))
-            for feature, plan in zip(features, plans, strict=True)
+            Splice(
+                feature,
+                torch.cat([torch.arange(first), first + torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor)]),
+            )
+            for feature, plan in zip(self.project(reduced), plans, strict=True)
         ]
 
     @property

@@ -83,6 +83,8 @@ def repack(
     ([[7, 9, 9, 5], [0, 0, 8, 5]], [[0, 1, 3, 5], [4, 5]])
     """
     ids: Tensor = inputs["input_ids"]
+    if ids.ndim != 2:
+        raise BadParameter(f"input_ids must have shape (rows, length), got {tuple(ids.shape)}. Give it as ids[None].")
     mask = inputs.get("attention_mask")
     if mask is None:
         mask = torch.ones_like(ids)
@@ -91,21 +93,30 @@ def repack(
             f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(mask.shape)}. "
             "Masks of attention between tokens cannot be shrunk; leave it out or give one mark per token."
         )
+    along: dict[str, Tensor] = {name: inputs[name] for name in FILL if inputs.get(name) is not None}
+    for name, value in along.items():
+        if value.shape != ids.shape:
+            raise BadParameter(
+                f"{name} must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(value.shape)}. "
+                "It runs along the prompt and is shrunk with it."
+            )
+    along["attention_mask"] = mask
     kept = _kept_positions(ids, mask.bool(), image_token, full, slots)
     done = Repacked({}, kept, side or _side(mask))
-    along = {name: value for name, value in inputs.items() if name in FILL and value is not None}
-    along["attention_mask"] = mask
-    packed = {
-        name: done.spread([row[at] for row, at in zip(value, kept, strict=True)], FILL[name])
-        for name, value in along.items()
-    }
-    packed["input_ids"] = done.spread([row[at] for row, at in zip(ids, kept, strict=True)], pad)
+
+    def shrunk(value: Tensor, fill: int) -> Tensor:
+        return done.spread([row[at.to(row.device)] for row, at in zip(value, kept, strict=True)], fill)
+
+    packed = {name: shrunk(value, FILL[name]) for name, value in along.items()}
+    packed["input_ids"] = shrunk(ids, pad)
     return Repacked(packed, kept, done.side)
 
 
 def _kept_positions(
     ids: Tensor, real: Tensor, image_token: int, full: Sequence[int], slots: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
+    # worked out on the CPU, where a question to a tensor does not wait for a queue
+    device, ids, real = ids.device, ids.cpu(), real.cpu()
     images = iter(zip(full, slots, strict=True))
     rows: list[Tensor] = []
     used = 0
@@ -113,29 +124,45 @@ def _kept_positions(
         is_image = (row == image_token) & is_real
         places = is_image.nonzero()[:, 0]
         left = len(places)
-        # every token keeps its place in the queue: text its own position, an image's tokens those of its first slot
         position = [(is_real & ~is_image).nonzero()[:, 0]]
         order = [position[0]]
         while left:
             count, chosen = next(images, (0, None))
-            used += 1
-            if chosen is None or count > left:
+            if chosen is None:
                 raise BadTokens(
-                    f"Row {number} of the prompt has {len(places)} image placeholders, which is not what its images take "
-                    f"({', '.join(map(str, full))}). The prompt may have been cut by the tokenizer: raise its max_length, "
+                    f"{len(full)} {_images(len(full))} given ({_counts(full)} placeholders), and row {number} of the "
+                    f"prompt has {left} placeholders more. Give one image for each place, in order."
+                )
+            if count > left:
+                raise BadTokens(
+                    f"Row {number} of the prompt has {len(places)} image placeholders, which is not what its images "
+                    f"take ({_counts(full)}). The prompt may have been cut by the tokenizer: raise its max_length, "
                     "or turn truncation off."
                 )
+            used += 1
             mine = places[len(places) - left :][:count]
-            position.append(mine[chosen.to(mine.device)])
-            order.append(mine[:1].expand(len(chosen)))
+            taken = mine[chosen.cpu()]
+            position.append(taken)
+            # Text keeps its place in the queue, and so does a token that stands in one of its own; tokens given
+            # out of order stay in the order they were given.
+            order.append(taken.cummax(0).values if len(taken) else taken)
             left -= count
         at = torch.cat(order).argsort(stable=True)
-        rows.append(torch.cat(position)[at])
+        rows.append(torch.cat(position)[at].to(device))
     if used != len(full):
         raise BadTokens(
-            f"{len(full)} images were given, and the prompt has places for {used}. Give one image for each."
+            f"{len(full)} {_images(len(full))} given, and the prompt has places for {used}. Give one image for each."
         )
     return tuple(rows)
+
+
+def _images(count: int) -> str:
+    return "image was" if count == 1 else "images were"
+
+
+def _counts(full: Sequence[int]) -> str:
+    """The placeholders of each image; a run of equal ones is said once."""
+    return f"{len(full)} x {full[0]}" if len(full) > 1 and len(set(full)) == 1 else ", ".join(map(str, full))
 
 
 def _side(mask: Tensor) -> Side:

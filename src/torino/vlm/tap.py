@@ -1,21 +1,28 @@
 """Tapping a vision tower: the tokens after one block and the signals asked for, with the rest of the tower left out.
 
 Hooks on the blocks and on their query and key projections take what is wanted as it passes; as soon as all of it is
-there the tower is stopped. The tower keeps its own attention kernels: the CLS row of an attention map is worked out from
-the captured queries and keys. Hooks heed only the thread that placed them, so threads may share a tower.
+there the tower is stopped. The tower keeps its own attention kernels: the CLS row of an attention map is worked out
+from the captured queries and keys. Hooks heed only the thread that placed them, so threads may share a tower.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torino.errors import MissingSignal, TorinoError
+from torino.stages import stage
+
+# Which projections each signal is worked out of.
+SIGNALS = {"cls_attention": ("query", "key"), "keys": ("key",), "queries": ("query",)}
+# PyTorch numbers hooks by a counter that two threads could read at once; the second hook would replace the first.
+_placing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -104,36 +111,44 @@ def tap(tower: nn.Module, parts: Anatomy, block: int, needs: frozenset[str], run
     block : int
         Zero-based block whose output is tapped; −1 is what enters the first block.
     needs : frozenset of str
-        ``"cls_attention"`` and ``"keys"`` at the tap block. ``"cls_attention@+1"`` or ``"keys@8"`` name another
-        block, relative or absolute. ``"cls"`` costs nothing and is always there where a tower has it.
+        ``"cls_attention"``, ``"keys"`` and ``"queries"`` at the tap block. ``"cls_attention@+1"`` or ``"keys@8"``
+        name another block, relative or absolute. ``"cls"`` costs nothing and is always there where a tower has it.
+        Signals are float32 and carry no gradient.
     run : callable
         Calls the tower on its pixels.
     """
-    wanted = {name: _site(name, block, len(parts.blocks), parts) for name in sorted(needs - {"cls"})}
-    catcher = _Catcher()
+    wanted = {name: _site(name, block, len(parts.blocks), parts) for name in sorted(needs)}
+    wanted.pop("cls", None)
+    find = {"query": parts.query, "key": parts.key}
+    catcher = _Catcher(stops=not _is_checkpointing(parts))
     with ExitStack() as hooks:
         if block < 0:
             catcher.place(hooks, parts.blocks[0], "states", before=True)
         else:
             catcher.place(hooks, parts.blocks[block], "states")
-        for site in sorted(set(wanted.values())):
-            for part, find in (("query", parts.query), ("key", parts.key)):
-                catcher.place(hooks, find(parts.blocks[site]), f"{part}@{site}")
-        try:
+        for part, site in sorted({(part, site) for name, site in wanted.items() for part in SIGNALS[_kind(name)]}):
+            catcher.place(hooks, find[part](parts.blocks[site]), f"{part}@{site}")
+        with suppress(_Enough):
             run()
-        except _Enough:
-            pass
-    missing = [name for name in catcher.wanted if name not in catcher.caught]
+    missing = sorted(catcher.wanted - set(catcher.caught))
     if missing:
         raise TorinoError(
-            f"The tower ended without passing {', '.join(missing)}; torino does not know this version of it."
+            f"The tower {type(tower).__name__} ended without passing {', '.join(missing)}. A tower that was compiled "
+            "does not show what is inside it: give the model as it was before torch.compile, or compile its language "
+            "model alone. Otherwise torino does not know this version of it."
         )
     caught = catcher.caught
-    signals = {
-        name: _signal(name.split("@")[0], caught[f"query@{site}"], caught[f"key@{site}"], parts)
-        for name, site in wanted.items()
-    }
+    if not wanted:
+        return Tapped(caught["states"], {})
+    with stage("signals"):
+        signals = {name: _signal(_kind(name), site, caught, parts) for name, site in wanted.items()}
     return Tapped(caught["states"], signals)
+
+
+def _is_checkpointing(parts: Anatomy) -> bool:
+    """Whether blocks run inside a checkpoint, which gives a tensor its gradient only once the block has ended."""
+    block = parts.blocks[0]
+    return torch.is_grad_enabled() and block.training and bool(getattr(block, "gradient_checkpointing", False))
 
 
 class _Enough(BaseException):
@@ -143,8 +158,8 @@ class _Enough(BaseException):
 class _Catcher:
     """Takes outputs of modules as they pass, and stops the tower after the last."""
 
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
+    def __init__(self, stops: bool) -> None:
+        self.stops, self.thread = stops, threading.get_ident()
         self.wanted: set[str] = set()
         self.caught: dict[str, Tensor] = {}
 
@@ -153,41 +168,58 @@ class _Catcher:
             if threading.get_ident() != self.thread or name in self.caught:
                 return
             self.caught[name] = value[0] if isinstance(value, tuple) else value
-            if self.wanted == set(self.caught):
+            if self.stops and self.wanted == set(self.caught):
                 raise _Enough
 
         self.wanted.add(name)
-        if before:
-            handle = module.register_forward_pre_hook(lambda _, arguments: take(arguments))
-        else:
-            handle = module.register_forward_hook(lambda _, arguments, output: take(output))
+        with _placing:
+            if before:
+                handle = module.register_forward_pre_hook(
+                    lambda _, arguments, named: take(arguments or named["hidden_states"]), with_kwargs=True
+                )
+            else:
+                handle = module.register_forward_hook(lambda _, arguments, output: take(output))
         hooks.callback(handle.remove)
 
 
-def _signal(kind: str, query: Tensor, key: Tensor, parts: Anatomy) -> Tensor:
+@torch.no_grad()
+def _signal(kind: str, site: int, caught: dict[str, Tensor], parts: Anatomy) -> Tensor:
     """Work a signal out of captured projections, in float32, the tokens before the patches cut off."""
-    if kind == "keys":
-        return key[:, parts.prefix :].float()
-    if kind == "queries":
-        return query[:, parts.prefix :].float()
+    if kind != "cls_attention":
+        return caught[f"{SIGNALS[kind][0]}@{site}"][:, parts.prefix :].detach().float()
+    query, key = caught[f"query@{site}"], caught[f"key@{site}"]
     images, tokens, width = query.shape
     size = width // parts.heads
-    q = query[:, 0].float().view(images, parts.heads, 1, size)
-    k = key.float().view(images, tokens, parts.heads, size).transpose(1, 2)
-    attention = (q @ k.transpose(2, 3) * size**-0.5).softmax(-1)
+    with torch.autocast(query.device.type, enabled=False):
+        q = query[:, 0].float().view(images, parts.heads, 1, size)
+        k = key.float().view(images, tokens, parts.heads, size).transpose(1, 2)
+        attention = (q @ k.transpose(2, 3) * size**-0.5).softmax(-1)
     return attention[:, :, 0, parts.prefix :]
 
 
+def _kind(name: str) -> str:
+    return name.partition("@")[0]
+
+
 def _site(name: str, block: int, blocks: int, parts: Anatomy) -> int:
-    kind, _, where = name.partition("@")
-    if kind not in ("cls_attention", "keys", "queries"):
+    kind, at, where = name.partition("@")
+    if kind not in (*SIGNALS, "cls") or (kind == "cls" and at):
         raise MissingSignal(
-            f"No signal is called {name!r}. Known: cls, cls_attention, keys, queries; with @+1 or @8 for a block."
+            f"No signal is called {name!r}. Known: cls, {', '.join(SIGNALS)}; all but cls also of another block, as "
+            "keys@+1 or keys@8."
         )
-    if kind == "cls_attention" and not parts.has_cls:
+    if kind.startswith("cls") and not parts.has_cls:
+        what = "the attention of a CLS token" if kind == "cls_attention" else "the CLS token"
         raise MissingSignal(
-            f"{kind} is the attention of a CLS token, and the tower {parts.name or 'of this model'} has none. "
+            f"{name} is {what}, and the tower {parts.name or 'of this model'} has none. "
             "Choose a reducer that does without, such as torino-m."
+        )
+    if kind == "cls":
+        return block
+    number = where.lstrip("+-")
+    if at and not (number.isdecimal() and len(where) - len(number) <= 1):
+        raise MissingSignal(
+            f"{name!r} names no block. Write {kind}@8 for block 8, or {kind}@+1 for the one after the tap."
         )
     site = block + int(where) if where[:1] in ("+", "-") else int(where) if where else block
     if not 0 <= site < blocks:

@@ -9,7 +9,8 @@ from typing import overload
 
 from torino.reduction import Reduction
 
-STAGES = ("tower", "sae", "grouping", "plan", "projector")
+# In the order they run; the stages in brackets are part of the one before them.
+STAGES = {"tower": ("signals",), "plan": ("sae", "grouping"), "projector": ()}
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,10 @@ class Look:
     before, after : tuple of int
         Placeholders of each image in the prompt, and what is left of them.
     seconds : dict
-        ``tower`` (with the signals), ``sae``, ``grouping``, ``plan`` (all of the reducer), ``projector``.
+        ``tower`` and, within it, ``signals``; ``plan``, which is all of the reducer, and within it ``sae`` and
+        ``grouping``; ``projector``, which is reducing and projecting.
     bytes_saved : int
-        Key-value cache that the removed tokens would have taken in the language model.
+        Key-value cache of the full prompt less that of the reduced one, padding included, for one sequence per row.
     padding : str
         How the images were brought to the tower's shape, where that is known: ``"square"``, ``"crop"`` or ``""``.
     """
@@ -88,7 +90,17 @@ class Trace(Sequence[Reduction]):
         for look in self.looks:
             for name, value in look.seconds.items():
                 total[name] = total.get(name, 0.0) + value
-        return {name: total[name] for name in STAGES if name in total} | total
+        known = [name for stage, parts in STAGES.items() for name in (stage, *parts)]
+        return {name: total[name] for name in known if name in total} | total
+
+    @property
+    def bytes_saved(self) -> int:
+        """Key-value cache saved over all calls."""
+        return sum(look.bytes_saved for look in self.looks)
+
+    def __reduce__(self) -> tuple[type[Trace], tuple[list[Look]]]:
+        """Copy and pickle the calls; the lock stays here."""
+        return Trace, (list(self.looks),)
 
     def summary(self) -> str:
         """A table: a line for each call, then the times by stage."""
@@ -99,8 +111,16 @@ class Trace(Sequence[Reduction]):
             before, after = sum(look.before), sum(look.after)
             by = look.reductions[0].by if look.reductions else ""
             lines.append(
-                f"{number:>4}  {len(look.before):>6}  {f'{before} -> {after}':>15}  {1 - after / max(before, 1):>7.1%}  "
-                f"{look.bytes_saved / 2**20:>7.1f} MiB  {by}"
+                f"{number:>4}  {len(look.before):>6}  {f'{before} -> {after}':>15}  "
+                f"{1 - after / max(before, 1):>7.1%}  {look.bytes_saved / 2**20:>7.1f} MiB  {by}"
             )
-        times = ", ".join(f"{name} {value * 1e3:.1f} ms" for name, value in self.seconds.items())
-        return "\n".join([*lines, f"time: {times}"])
+        return "\n".join([*lines, f"time: {self._times()}"])
+
+    def _times(self) -> str:
+        seconds = self.seconds
+        said: list[str] = []
+        for stage, parts in STAGES.items():
+            inner = ", ".join(f"{name} {seconds.pop(name) * 1e3:.1f}" for name in parts if name in seconds)
+            if stage in seconds:
+                said.append(f"{stage} {seconds.pop(stage) * 1e3:.1f} ms" + (f" ({inner})" if inner else ""))
+        return ", ".join([*said, *[f"{name} {value * 1e3:.1f} ms" for name, value in seconds.items()]])

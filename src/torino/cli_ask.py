@@ -1,0 +1,253 @@
+"""The command ``torino ask``: one question about one image, with fewer visual tokens."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from torino.errors import BadParameter, TorinoError
+
+if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those who ask
+    from torino.ask import Answer
+    from torino.reducers import Reducer
+
+out = Console()
+errors = Console(stderr=True)
+
+EPILOG = (
+    'Examples: [cyan]torino ask photo.jpg "What is on the table?" --model llava-hf/llava-1.5-7b-hf --sae ./my-sae[/] · '
+    '[cyan]torino ask photo.jpg "How many cups?" --model ./llava --sae ./my-sae --budget 128 --baseline[/] · '
+    '[cyan]torino ask photo.jpg "What is this?" --model ./llava --sae raw --keep 25% --draw groups.png[/]'
+)
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+STAGES = ("processor", "tower", "sae", "grouping", "plan", "projector", "prefill", "decode", "total")
+
+
+def ask(
+    image: Annotated[str, typer.Argument(metavar="IMAGE", help="A JPEG, PNG, WebP or other image file.")],
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask about it.")],
+    model: Annotated[str, typer.Option(help="Hub name or folder of a vision-language model.")],
+    sae: Annotated[
+        str | None, typer.Option(help="Folder, file or hub repository of the SAE; 'raw' is the no-SAE ablation.")
+    ] = None,
+    method: Annotated[
+        str, typer.Option(help="Reducer, by name or spec (torino list); 'none' keeps all tokens.")
+    ] = "torino-m",
+    k: Annotated[int | None, typer.Option(help="Concepts kept per patch.")] = None,
+    delta: Annotated[int | None, typer.Option(help="Concepts that linked patches share, 1 to k.")] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="Exactly this many tokens an image; without it the image decides.")
+    ] = None,
+    keep: Annotated[str | None, typer.Option(help="The budget as a share of the patches: 25% or 0.25.")] = None,
+    levels: Annotated[int | None, typer.Option(help="Use only the first Matryoshka levels of the SAE.")] = None,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Also ask with all tokens, and compare.")] = False,
+    padding: Annotated[
+        str, typer.Option(help="crop: as the model's processor does it; square: pad first, so that nothing is cut.")
+    ] = "crop",
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
+    positions: Annotated[
+        str, typer.Option(help="compact: number the tokens left anew; original: keep their places in the full prompt.")
+    ] = "compact",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
+    draw: Annotated[Path | None, typer.Option(help="Write a picture of the groups to .png, .jpg or .webp.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Ask a vision-language model about an image, with fewer visual tokens."""
+    from torino.vlm.towers import device_of, local_name, transformers
+
+    # Whatever can be wrong without the model is said before the model is fetched.
+    if padding not in ("crop", "square"):
+        raise BadParameter(f"--padding must be crop or square, got {padding!r}.")
+    if positions not in ("compact", "original"):
+        raise BadParameter(f"--positions must be compact or original, got {positions!r}.")
+    if draw is not None and draw.suffix.lower() not in PICTURES:
+        raise BadParameter(f"--draw must end in .png, .jpg or .webp, got {draw.name!r}.")
+    local_name(model)
+    with _notes():
+        from torino.vlm.images import open_image, prepare
+
+        picture = open_image(image)
+        prepare(picture, padding)  # type: ignore[arg-type]: checked above
+        given = {"k": k, "delta": delta, "budget": budget}
+        reducer = _reducer(method, sae, levels, keep, given, device_of(device))
+    if baseline and reducer is None:
+        raise BadParameter("--baseline compares a method with the full tokens, and --method is none. Leave one out.")
+    if draw is not None and reducer is None:
+        raise BadParameter("--draw shows what a method did to the tokens, and --method is none. Leave one out.")
+    library = transformers()
+    _hush(library)
+    from torino.ask import ask as put
+    from torino.ask import open_vlm
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers; ours were printed above
+        try:
+            with errors.status(f"Opening {escape(model)} …"):
+                opened, processor = open_vlm(model, device, dtype)
+            with errors.status("Looking and answering …"):
+                answer = put(
+                    picture,
+                    question,
+                    model=opened,
+                    processor=processor,
+                    reducer=reducer,
+                    padding=padding,  # type: ignore[arg-type]: checked above
+                    max_new_tokens=max_new_tokens,
+                    baseline=baseline,
+                    positions=positions,  # type: ignore[arg-type]: checked above
+                )
+        except MemoryError as error:
+            raise TorinoError(_full(model, device)) from error
+        except RuntimeError as error:
+            if "out of memory" not in str(error) and "can't allocate memory" not in str(error):
+                raise
+            raise TorinoError(_full(model, device)) from error
+    if draw is not None:
+        _draw(draw, answer, Path(image).stem)
+    if as_json:
+        out.print_json(json.dumps({"model": model, "question": question, **answer.facts()}))
+        return
+    _print(answer)
+    if draw is not None:
+        out.print(f"Drew what became of the tokens to {escape(str(draw))}.", highlight=False)
+
+
+def _reducer(
+    method: str, sae: str | None, levels: int | None, keep: str | None, given: dict[str, int | None], device: Any
+) -> Reducer | None:
+    """The reducer that the options describe."""
+    from dataclasses import fields
+
+    from torino.ask import KeepShare
+    from torino.reducers import get, make
+
+    parameters: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if method == "none":
+        told = [
+            name for name, value in {**given, "keep": keep, "sae": sae, "levels": levels}.items() if value is not None
+        ]
+        if told:
+            raise BadParameter(f"--method none keeps all tokens, so --{told[0]} has no meaning. Leave one out.")
+        return None
+    share = None if keep is None else _share(keep)
+    if share is not None and given["budget"] is not None:
+        raise BadParameter("Give --budget or --keep, not both.")
+    takes = {field.name for field in fields(get(method.partition("(")[0].strip()))}  # type: ignore[arg-type]
+    if sae is not None:
+        parameters["sae"] = _open_sae(sae, levels, device)
+    elif "sae" in takes:
+        raise BadParameter(
+            f"{method} groups patches by concepts, so say which SAE reads them: --sae FOLDER, --sae owner/repository, "
+            "or --sae raw for none."
+        )
+    reducer = make(method, **parameters)
+    return reducer if share is None else KeepShare(reducer, share)
+
+
+def _open_sae(name: str, levels: int | None, device: Any) -> Any:
+    from torino.concepts import RawEmbedding
+    from torino.example import example_sae
+    from torino.sae import SAE
+
+    if name == "raw":
+        return RawEmbedding()
+    loaded = example_sae() if name == "example" else SAE.load(name, decoder=False)
+    return (loaded if levels is None else loaded.first(levels)).to(device)
+
+
+def _share(keep: str) -> float:
+    try:
+        share = float(keep.rstrip("%")) / (100 if keep.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise BadParameter(f"--keep must be a share such as 25% or 0.25, got {keep!r}.")
+    return share
+
+
+@contextmanager
+def _notes() -> Generator[None]:
+    """Print our own warnings as plain sentences."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        errors.print(f"[yellow]note:[/] {escape(str(warning.message))}", soft_wrap=True, highlight=False)
+
+
+def _hush(library: Any) -> None:
+    """Keep progress bars and advice of transformers and the hub client off the screen."""
+    import huggingface_hub
+
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()
+    huggingface_hub.utils.disable_progress_bars()
+
+
+def _full(model: str, device: str) -> str:
+    return (
+        f"{model} does not fit into the memory of this machine (--device {device}). "
+        "Try --dtype bfloat16, another device, or a smaller model."
+    )
+
+
+def _print(answer: Answer) -> None:
+    full = answer.baseline
+    if full is None:
+        out.print(answer.text.strip(), markup=False, highlight=False, soft_wrap=True)
+    else:
+        for name, one in ((f"{answer.after} tokens", answer), (f"{full.after} tokens", full)):
+            out.print(f"[bold]{name}[/]: {escape(one.text.strip())}", highlight=False, soft_wrap=True)
+    out.print()
+    removed = f", {1 - answer.after / max(answer.before, 1):.1%} removed" if answer.reductions else ", all of them"
+    by = f" by {answer.reductions[0].by}" if answer.reductions else ""
+    out.print(
+        f"{answer.before} → {answer.after} image tokens{removed}{escape(by)} (padding {answer.padding})",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("milliseconds")
+    table.add_column("reduced" if answer.reductions else "full", justify="right")
+    if full is not None:
+        table.add_column("full", justify="right")
+    told = [answer] if full is None else [answer, full]
+    for stage in STAGES:
+        cells = [f"{one.seconds[stage] * 1e3:.1f}" if stage in one.seconds else "" for one in told]
+        inner = stage in ("sae", "grouping")
+        if any(cells):
+            table.add_row(f"  {stage}" if inner else stage, *cells, style="bold" if stage == "total" else "")
+    table.add_row("answer, tokens", *[str(one.new_tokens) for one in told])
+    out.print(table)
+    if full is not None:
+        ratio = answer.speedup
+        out.print(
+            f"First token {ratio['first_token']:.2f} times as fast as with all tokens, "
+            f"whole answer {ratio['total']:.2f} times.",
+            highlight=False,
+        )
+
+
+def _draw(path: Path, answer: Answer, name: str) -> None:
+    """Draw the tokens over what the tower saw, tile by tile where it saw tiles."""
+    from torino.draw import draw_sheet, save_picture
+
+    plans = answer.reductions
+    # where patches are not told apart by picture, all of them are of the one photo
+    seen = answer.seen if len(answer.seen) == len(plans) else answer.seen[:1] * len(plans)
+    names = [name] if len(plans) == 1 else [f"{name} {number}" for number in range(len(plans))]
+    rows: dict[str, Any] = {
+        title: (photo, [(plan.by, plan)]) for title, photo, plan in list(zip(names, seen, plans, strict=True))[:8]
+    }
+    save_picture(draw_sheet(rows), path)

@@ -1,0 +1,210 @@
+"""Tiny models of the LLaVA-1.5 family, their prompts and their reducers: built from configs, seeded, offline.
+
+In the prompts of these tests a letter is a token of text and ``#`` is an image, of as many placeholders as it takes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    CLIPVisionConfig,
+    Dinov2Config,
+    Dinov2WithRegistersConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SiglipVisionConfig,
+)
+from transformers.feature_extraction_utils import BatchFeature
+
+from torino import SAE, Reduction, SAECard, VisualTokens
+from torino.reducers import Reducer
+
+PAD, BOS, EOS, IMAGE = 0, 1, 2, 99
+WIDTH, SIDE, PATCH, PATCHES, BLOCKS = 64, 56, 14, 16, 4
+REGISTERS = 2
+NAME = "tiny/clip"
+
+_SHAPE = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+}
+_TOWERS: dict[str, Any] = {
+    "clip": lambda: CLIPVisionConfig(**_SHAPE, intermediate_size=128),
+    "siglip": lambda: SiglipVisionConfig(**_SHAPE, intermediate_size=128),
+    "dinov2": lambda: Dinov2Config(**_SHAPE, mlp_ratio=2),
+    "registers": lambda: Dinov2WithRegistersConfig(**_SHAPE, mlp_ratio=2, num_register_tokens=REGISTERS),
+}
+
+
+def llava(tower: str = "clip", *, attention: str = "sdpa", seed: int = 0, **changes: Any) -> Any:
+    """A LLaVA with a tower of 4 blocks on 4 x 4 patches and a Llama of 2 layers, both 64 wide; a fresh one each."""
+    return copy.deepcopy(_llava(tower, attention, seed, tuple(sorted(changes.items()))))
+
+
+@lru_cache
+def _llava(tower: str, attention: str, seed: int, changes: tuple[tuple[str, Any], ...]) -> Any:
+    vision = _TOWERS[tower]()
+    vision._name_or_path = NAME if tower == "clip" else ""
+    text = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        max_position_embeddings=512,
+        initializer_range=0.15,  # wide enough that answers hang on every token of the prompt
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    strategy = "full" if tower == "siglip" else "default"
+    options = {"vision_feature_select_strategy": strategy, **{name: _listed(value) for name, value in changes}}
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, **options)
+    config._attn_implementation = attention
+    torch.manual_seed(seed)
+    model = LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in [*model.model.vision_tower.parameters(), *model.model.multi_modal_projector.parameters()]:
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+    # an end that came by chance would cut tests of lengths short; those that want one ask for it
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def pictures(count: int, *, seed: int = 0) -> Tensor:
+    """Pictures of a few flat areas each, so that patches resemble each other."""
+    source = torch.Generator().manual_seed(seed)
+    areas = torch.randn(count, 3, 2, 2, generator=source).repeat_interleave(28, 2).repeat_interleave(28, 3)
+    return areas + 0.15 * torch.randn(count, 3, SIDE, SIDE, generator=source)
+
+
+def tokens_of(row: str, per_image: int = PATCHES) -> list[int]:
+    """Token numbers of one row."""
+    return [token for one in row for token in ([IMAGE] * per_image if one == "#" else [ord(one) - ord("a") + 4])]
+
+
+def prompt(*rows: str, side: str = "left", per_image: int = PATCHES, seed: int = 0) -> dict[str, Any]:
+    """Inputs for some rows, as a processor would give them, with a picture for each ``#``."""
+    images = sum(row.count("#") for row in rows)
+    given = padded([tokens_of(row, per_image) for row in rows], side)
+    return given | ({"pixel_values": pictures(images, seed=seed)} if images else {})
+
+
+def padded(rows: Sequence[Sequence[int]], side: str = "left") -> dict[str, Tensor]:
+    """Rows of tokens as ``input_ids`` and ``attention_mask``."""
+    length = max(map(len, rows))
+    gaps = [[PAD] * (length - len(row)) for row in rows]
+    ids = [[*gap, *row] if side == "left" else [*row, *gap] for row, gap in zip(rows, gaps, strict=True)]
+    real = [[token != PAD for token in row] for row in ids]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(real).long()}
+
+
+def one_by_one(rows: Sequence[str], inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same rows, each in a prompt of its own without padding, with its own pictures."""
+    singles: list[dict[str, Any]] = []
+    first = 0
+    for row in rows:
+        single: dict[str, Any] = padded([tokens_of(row)])
+        if images := row.count("#"):
+            single["pixel_values"] = inputs["pixel_values"][first : first + images]
+        singles.append(single)
+        first += images
+    return singles
+
+
+def sae(width: int = WIDTH, *, latents: int = 24, seed: int = 0, **card: Any) -> SAE:
+    """A small random SAE, with no threshold."""
+    source = torch.Generator().manual_seed(seed)
+    return SAE(torch.randn(latents, width, generator=source), card=SAECard(**card))
+
+
+# ---------------------------------------------------------------------- reducers
+
+
+@dataclass(frozen=True)
+class Identity(Reducer):
+    """Keeps everything as it is."""
+
+    name = "identity"
+
+    def plan(self, tokens: VisualTokens) -> Reduction:
+        return Reduction.identity(tokens.grid, self.spec)
+
+
+@dataclass(frozen=True)
+class Ragged(Reducer):
+    """Keeps as many patches as the picture says, from 1 to most of them, spread over the grid."""
+
+    seed: int = 0
+    name = "ragged"
+
+    def plan(self, tokens: VisualTokens) -> Reduction:
+        n = len(tokens)
+        # the mean of many coordinates, so that no rounding can change a count
+        kept = 1 + (int(tokens.patches.double().mean().abs() * 1e4) * 7 + self.seed * 5) % (n - 2)
+        return Reduction.pick(torch.linspace(0, n - 1, kept).long().unique(), tokens.grid, self.spec)
+
+
+@dataclass(frozen=True)
+class Needy(Reducer):
+    """Keeps everything, and remembers what it was shown."""
+
+    shown: list[VisualTokens]
+    name = "needy"
+
+    @classmethod
+    def of(cls, *needs: str) -> Needy:
+        return type("Needy", (cls,), {"needs": frozenset(needs)})([])
+
+    def plan(self, tokens: VisualTokens) -> Reduction:
+        self.shown.append(tokens)
+        return Reduction.identity(tokens.grid, self.spec)
+
+
+@dataclass(frozen=True)
+class Fixed(Reducer):
+    """Gives the same plan for every picture."""
+
+    given: Reduction
+    name = "fixed"
+
+    def plan(self, tokens: VisualTokens) -> Reduction:
+        return self.given
+
+
+# ---------------------------------------------------------------------- a processor
+
+
+class TinyProcessor:
+    """Does what LLaVA's processor does: tokens, placeholders, padding, pixels."""
+
+    def __init__(self, side: str = "left") -> None:
+        self.side = side
+
+    def __call__(self, images: Any = None, text: str | Sequence[str] = "", return_tensors: str | None = None) -> Any:
+        assert return_tensors == "pt"
+        rows = [text] if isinstance(text, str) else list(text)
+        given: dict[str, Any] = padded([tokens_of(row) for row in rows], self.side)
+        if images is not None:
+            given["pixel_values"] = torch.stack(list(images))
+        return BatchFeature(given)
+
+    def batch_decode(self, rows: Tensor) -> list[str]:
+        return ["".join(chr(max(token, 4) - 4 + ord("a")) for token in row) for row in rows.tolist()]
