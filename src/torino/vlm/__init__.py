@@ -54,3 +54,10 @@ def _gemma3() -> type[Host]:
     from torino.vlm.gemma import Gemma3
 
     return Gemma3
+
+
+@serve("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+def _qwen() -> type[Host]:
+    from torino.vlm.qwen import Qwen
+
+    return Qwen

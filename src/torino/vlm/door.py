@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,17 @@ class Setting:
     positions: Positions = "compact"
     over: threading.Event = field(default_factory=threading.Event)
     """Set when the block ends; tasks that outlive it carry on with the stock model."""
+
+    @functools.cached_property
+    def shrink(self) -> Callable[[Mapping[str, Any], Side | None], dict[str, Any]]:
+        """Shrinks inputs and writes it down, out of sight of any compiler, which could not follow hooks."""
+
+        def shrink(given: Mapping[str, Any], side: Side | None) -> dict[str, Any]:
+            shrunk, look = self.host.shrink(given, self.reducer, self.positions, side=side)
+            self.trace.add(look)
+            return shrunk
+
+        return cast(Any, torch.compiler.disable(shrink))
 
 
 # Which setting a thread (or task) uses for which model: a thread inside its own `with` never sees another's.
@@ -111,7 +122,9 @@ def _setting(model: nn.Module, reducer: Reducer, positions: Positions) -> Settin
         raise BadParameter(
             f"reducer must be a Reducer, such as torino.make('torino-m', sae=...), got {type(reducer).__name__}."
         )
-    return Setting(reducer, host_of(model), Trace(), positions)
+    setting = Setting(reducer, host_of(model), Trace(), positions)
+    _ = setting.shrink  # made here, where nothing is being compiled yet
+    return setting
 
 
 # ---------------------------------------------------------------------- what stands in front of a model
@@ -230,7 +243,7 @@ def _generate(setting: Setting, stock: Callable[..., Any], given: dict[str, Any]
     caller = _Caller(host.model, given)
     caller.check()
     with torch.no_grad():
-        shrunk = _shrink(setting, caller.inputs, "left")
+        shrunk = setting.shrink(caller.inputs, "left")
     return caller.receive(stock(**caller.translate(shrunk)))
 
 
@@ -239,15 +252,7 @@ def _forward(setting: Setting, stock: Callable[..., Any], given: dict[str, Any])
     if not setting.host.has_images(given):
         return stock(**given)
     _check_cache(setting.host, given)
-    return stock(**_shrink(setting, given, None))
-
-
-@torch.compiler.disable
-def _shrink(setting: Setting, given: Mapping[str, Any], side: Side | None) -> dict[str, Any]:
-    """Shrink the inputs and write it down; hooks and plans are no matter for a compiler."""
-    shrunk, look = setting.host.shrink(given, setting.reducer, setting.positions, side=side)
-    setting.trace.add(look)
-    return shrunk
+    return stock(**setting.shrink(given, None))
 
 
 def _check_cache(host: Host, given: Mapping[str, Any]) -> None:

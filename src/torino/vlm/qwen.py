@@ -43,7 +43,7 @@ class Qwen(Host):
 
     The tokens are what the language model would read: 2x2 patches merged into one, in raster order on a grid of half
     the height and width. The merger reads four neighbours at once, so there is no place before it where a token could
-    be left out. Their origin is the block after the last one.
+    be left out. ``origin.block`` is the number of blocks, one more than any block has: after the merger.
 
     *Positions.* Every token keeps the three coordinates (time, row, column) it has in the full prompt, and so does the
     text; new text goes on where it would have gone on in the full prompt. An image takes only max(rows, columns)
@@ -74,7 +74,7 @@ class Qwen(Host):
 
     @property
     def pixel_names(self) -> tuple[str, ...]:
-        """Inputs that belong to the pixels. With the grid still there the model would count placeholders by it."""
+        """Inputs that belong to the pixels; the grid goes too, because it is that of the full image."""
         return ("pixel_values", "image_grid_thw")
 
     def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> Sight:
