@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from report import machine, parser, peak_extra_memory, ratio, time_repeatedly, time_side_by_side, write_section
+from report import machine, parser, peak_extra_memory, ratio, table, time_repeatedly, time_side_by_side, write_section
 from torch import Tensor
 
 from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
@@ -88,13 +88,6 @@ def paper_pipeline(setting: Setting) -> Tensor:
         members.setdefault(group, []).append(patch)
     merged = [(1 + torch.tensor(len(g)).log()) / len(g) * x[g].sum(0) for g in members.values()]
     return torch.stack(merged)
-
-
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    line = "| " + " | ".join(headings) + " |"
-    rule = "|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(headings))) + "|"
-    return "\n".join([line, rule, *["| " + " | ".join(row) + " |" for row in rows]])
 
 
 def whole(setting: Setting) -> Callable[[], Tensor]:

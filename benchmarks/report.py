@@ -39,7 +39,7 @@ def time_side_by_side(tasks: Mapping[str, Callable[[], object]], rounds: int) ->
 def time_repeatedly(
     tasks: Mapping[str, Callable[[], object]], rounds: int, least: float = 0.02
 ) -> dict[str, list[float]]:
-    """Time tasks of less than a millisecond, as ``timeit`` does: the mean of as many calls as ``least`` seconds take."""
+    """Time very short tasks, as ``timeit`` does: the mean of as many calls as fit into ``least`` seconds."""
     calls: dict[str, int] = {}
     for name, task in tasks.items():
         begin, calls[name] = time.perf_counter(), 0
@@ -92,6 +92,13 @@ def machine() -> str:
         f"Python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}, "
         f"scipy {scipy.__version__}, torino {torino.__version__}; {date.today().isoformat()}"
     )
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    line = "| " + " | ".join(headings) + " |"
+    rule = "|" + "|".join(" --- " if i == 0 else " ---: " for i in range(len(headings))) + "|"
+    return "\n".join([line, rule, *["| " + " | ".join(row) + " |" for row in rows]])
 
 
 def write_section(page: Path, name: str, text: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torino import SAE, RawEmbedding, Reducer, Reduction, VisualTokens, make
 from torino.errors import BadParameter, BadTokens, MissingSignal, TorinoError
+from torino.reduction import ReductionBatch
 
 transformers = pytest.importorskip("transformers")
 
@@ -89,7 +90,11 @@ def tiny(family: str, tower: str = "", side: int = SIDE, patch: int = PATCH, **o
         options = {"video_token_index": VIDEO, "vision_aspect_ratio": "anyres_max_2"} | options
     config = (transformers.LlavaNextConfig if is_next else transformers.LlavaOnevisionConfig)(
         text_config={"model_type": "llama" if is_next else "qwen2", **text},
-        vision_config={"model_type": f"{tower}_vision_model", "vision_use_head": False, **vision},
+        vision_config={
+            "model_type": tower if "dino" in tower else f"{tower}_vision_model",
+            "vision_use_head": False,
+            **vision,
+        },
         image_token_index=IMAGE,
         **{"image_grid_pinpoints": PINPOINTS} | options,
     )
@@ -305,9 +310,8 @@ def test_newlines(newlines: Any) -> None:
         sight = host.look(inputs, frozenset())
         assert sight.full == (TILE + 4 * 9,)
         # the base view keeps patch 3; the left tile a patch of row 1, the right tile one of row 1 and one of row 3
-        plans = Every().plan_batch(sight.tokens)
         kept = [[3], [4], [6, 13]]
-        plans = type(plans).of([Reduction.pick(torch.tensor(at), (4, 4), "hand") for at in kept])
+        plans = ReductionBatch.of([Reduction.pick(torch.tensor(at), (4, 4), "hand") for at in kept])
         (splice,) = host.splice(sight, plans)
     wanted = [3, TILE + 9 + 0, TILE + 9 + 4 + 2, TILE + 27 + 4 + 1]
     ends = {"rows": [TILE + 17, TILE + 35], "all": [TILE + 8, TILE + 17, TILE + 26, TILE + 35], "none": []}[newlines]
@@ -516,7 +520,7 @@ def test_canvas_merges_in_the_tower_and_keeps_what_it_keeps() -> None:
         stock = model.model.get_image_features(inputs["pixel_values"], inputs["image_sizes"]).pooler_output[0]
         sight = host.look(inputs, frozenset())
         base, canvas = sight.tokens
-        plans = type(Every().plan_batch(sight.tokens)).of(
+        plans = ReductionBatch.of(
             [
                 Reduction.identity(base.grid),
                 Reduction.of([{0: 1.0}, {1: 0.5, 2: 0.25, 7: 0.25}, {9: 1.0}, {3: 0.5}], canvas.grid),
@@ -676,8 +680,34 @@ def test_strategies_that_do_not_fit_the_tower_are_refused() -> None:
     inputs = inputs_for(tiny("llava_next"), [[(32, 32)]])
     with pytest.raises(TorinoError, match=r"feeds the CLS token to its language model"):
         host_of(tiny("llava_next", vision_feature_select_strategy="full")).look(inputs, frozenset())
-    with pytest.raises(TorinoError, match="has 0 tokens before its patches"):
+    with pytest.raises(TorinoError, match="a patch in SiglipVisionModel"):
         host_of(tiny("llava_next", "siglip", vision_feature_select_strategy="default")).look(inputs, frozenset())
+    with pytest.raises(TorinoError, match="this tower has 5 before its patches"):
+        host_of(tiny("llava_next", "dinov2_with_registers", vision_feature_select_strategy="default")).look(
+            inputs, frozenset()
+        )
+
+
+def test_a_cls_token_that_is_not_there_is_not_kept() -> None:
+    model = tiny("llava_onevision")
+    host = host_of(model)
+    sight = host.look(inputs_for(model, [[(32, 32)]]), frozenset())
+    plans = ReductionBatch.of([Reduction.pick(torch.tensor([0, TILE]), unit.grid, "hand") for unit in sight.tokens])
+    with pytest.raises(MissingSignal, match="hand keeps the CLS token, and the tower SiglipVisionModel has none"):
+        host.splice(sight, plans)
+
+
+def test_a_cls_token_that_is_there_is_kept() -> None:
+    model = tiny("llava_onevision", "clip")
+    host = host_of(model)
+    inputs = inputs_for(model, [[(64, 60)]])  # resized, so that stock features and made ones are mixed
+    with torch.no_grad():
+        sight = host.look(inputs, frozenset())
+        plans = [Reduction.pick(torch.tensor([0, len(unit)]), unit.grid, "hand") for unit in sight.tokens]
+        (splice,) = host.splice(sight, ReductionBatch.of(plans))
+        cls = model.model.multi_modal_projector(sight.tokens[0].cls)
+    assert splice.slots.tolist()[:3] == [0, TILE - 1, TILE]
+    assert torch.allclose(splice.features[1], cls, atol=1e-5)
 
 
 def test_siglip_has_no_cls_attention() -> None:

@@ -89,7 +89,7 @@ def calibrate(
     (1, 1, tensor([3]))
     """
     if not 1 <= target < float("inf"):
-        raise BadParameter(f"target must be at least 1 token per image, and finite; got {target}.")
+        raise BadParameter(f"target must be at least 1 token per image, got {target}.")
     if max_k < 1:
         raise BadParameter(f"max_k must be at least 1, got {max_k}.")
     packed = pack_patches(tokens)

@@ -29,7 +29,7 @@ EPILOG = (
     '[cyan]torino ask photo.jpg "What is this?" --model ./llava --sae raw --keep 25% --draw groups.png[/]'
 )
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-STAGES = ("processor", "tower", "sae", "grouping", "plan", "projector", "prefill", "decode", "total")
+STAGES = ("processor", "tower", "plan", "sae", "grouping", "projector", "prefill", "decode", "total")
 
 
 def ask(

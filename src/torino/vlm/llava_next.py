@@ -40,7 +40,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from torino.errors import BadParameter, BadTokens, TorinoError
+from torino.errors import BadParameter, BadTokens, MissingSignal, TorinoError
 from torino.packed import Packed
 from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import VisualTokens
@@ -176,11 +176,6 @@ class LlavaNext(Llava):
 
     # ------------------------------------------------------------------ what a host does
 
-    def has_images(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether there is anything to reduce; the model takes an empty batch of pixels for none."""
-        pixels = inputs.get("pixel_values")
-        return pixels is not None and len(pixels) > 0
-
     def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> Sight:
         """Every tile is one unit, cut to what the model shows of it."""
         self._check_strategy(inputs)
@@ -233,10 +228,14 @@ class LlavaNext(Llava):
         self, sight: Sight, plans: ReductionBatch, parts: Sequence[Sequence[tuple[Unit, Reduction]]]
     ) -> tuple[Tensor, Tensor]:
         """One table of all that can stand in the prompt, the newline first, and the row of each planned token."""
-        reduced = plans.apply(
-            [unit.patches for unit in sight.tokens],
-            [unit.cls if unit.cls is not None else unit.patches[0] for unit in sight.tokens],
-        ).values
+        cls = [unit.cls for unit in sight.tokens if unit.cls is not None]
+        reads_cls = next((plan.by for plan in plans if bool((plan.sources == plan.patches).any())), None)
+        if reads_cls and not cls:
+            raise MissingSignal(
+                f"{reads_cls} keeps the CLS token, and the tower {type(self.inner.vision_tower).__name__} has none. "
+                "Choose a reducer that does without, such as torino-m."
+            )
+        reduced = plans.apply([unit.patches for unit in sight.tokens], cls or None).values
         # What the model itself would hand over is wanted where placeholders hold no patches, and for an image that
         # keeps everything: a matrix product of other height may round otherwise, and that image is the stock one.
         wanted = {
@@ -289,13 +288,12 @@ class LlavaNext(Llava):
         return inputs.get("vision_feature_select_strategy") or self.config.vision_feature_select_strategy
 
     def _check_strategy(self, inputs: Mapping[str, Any]) -> None:
-        """Refuse a model that would cut a patch off for a CLS token; the other way round is refused in ``see``."""
-        parts = anatomy(self.inner.vision_tower)
-        if self._strategy(inputs) == "default" and parts.prefix != 1:
+        """Refuse towers with registers, which the model would take for patches; ``see`` refuses other misfits."""
+        prefix = anatomy(self.inner.vision_tower).prefix
+        if prefix > 1 and self._strategy(inputs) == "default":
             raise TorinoError(
-                f'vision_feature_select_strategy="default" cuts one CLS token off, and the tower of this model has '
-                f"{parts.prefix} tokens before its patches, so its patches would not form a grid. "
-                'Use "full" with a tower that has none.'
+                f'vision_feature_select_strategy="default" leaves out one token, and this tower has {prefix} before '
+                "its patches, so what is left forms no grid of tiles. Use a tower with no registers."
             )
 
 
