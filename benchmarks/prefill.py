@@ -116,7 +116,8 @@ def main() -> None:
     seconds |= time_side_by_side(tasks, given.rounds)
 
     parts = [
-        f"Measured by `benchmarks/prefill.py`, seed {given.seed}, median of {given.rounds} rounds in turn ({4 * given.rounds} before the language model). {machine()}."
+        f"Measured by `benchmarks/prefill.py`, seed {given.seed}, median of {given.rounds} rounds in turn "
+        f"({4 * given.rounds} before the language model). {machine()}."
     ]
     parts += [f"**Prompt of {TEXT} text tokens and an image; seconds**"]
     prompt = len(ids)

@@ -273,7 +273,8 @@ class _Asked:
         inputs = self._process()
         processed = time.perf_counter()
         clock = _Clock()
-        criteria = transformers().StoppingCriteriaList([*self.generation.get("stopping_criteria", ()), clock])
+        given: Sequence[Any] = self.generation.get("stopping_criteria") or ()
+        criteria = transformers().StoppingCriteriaList([*given, clock])
         generation = {**self.generation, "max_new_tokens": length, "stopping_criteria": criteria}
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())

@@ -126,7 +126,7 @@ def _reducer(
     method: str, sae: str | None, levels: int | None, keep: str | None, given: dict[str, int | None], device: Any
 ) -> Reducer | None:
     """The reducer that the options describe."""
-    from dataclasses import fields
+    from dataclasses import fields, is_dataclass
 
     from torino.ask import KeepShare
     from torino.reducers import get, make
@@ -142,10 +142,10 @@ def _reducer(
     share = None if keep is None else _share(keep)
     if share is not None and given["budget"] is not None:
         raise BadParameter("Give --budget or --keep, not both.")
-    takes = {field.name for field in fields(get(method.partition("(")[0].strip()))}  # type: ignore[arg-type]
+    kind = get(method.partition("(")[0].strip())
     if sae is not None:
         parameters["sae"] = _open_sae(sae, levels, device)
-    elif "sae" in takes:
+    elif is_dataclass(kind) and "sae" in {field.name for field in fields(kind)}:
         raise BadParameter(
             f"{method} groups patches by concepts, so say which SAE reads them: --sae FOLDER, --sae owner/repository, "
             "or --sae raw for none."

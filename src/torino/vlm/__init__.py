@@ -61,3 +61,17 @@ def _qwen() -> type[Host]:
     from torino.vlm.qwen import Qwen
 
     return Qwen
+
+
+@serve("llava_next")
+def _llava_next() -> type[Host]:
+    from torino.vlm.llava_next import LlavaNext
+
+    return LlavaNext
+
+
+@serve("llava_onevision")
+def _llava_onevision() -> type[Host]:
+    from torino.vlm.llava_onevision import LlavaOnevision
+
+    return LlavaOnevision

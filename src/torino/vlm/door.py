@@ -63,8 +63,8 @@ def reduced(model: nn.Module, reducer: Reducer, *, positions: Positions = "compa
     streamers count and see that prompt too. Scores, hidden states and caches are those of the shorter one. A prompt
     padded on the right is padded on the left before it is answered, which stock models only warn about.
 
-    ``forward`` returns logits (and a loss, from ``labels`` shrunk alike) of the shorter prompt, padded on the side
-    that was padded. For a decoding loop of your own, or to go on with a cache over several turns, take
+    ``forward`` returns logits (and a loss, from ``labels`` shrunk alike; padding never counts) of the shorter prompt,
+    padded on the side that was padded. For a decoding loop of your own, or to go on with a cache over several turns, take
     :class:`ReducingProcessor`, whose prompts have their final length.
 
     Other threads are not affected; a thread that should be enters a ``with`` of its own, runs in

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -267,12 +268,10 @@ class Tower:
 def _tower_in(model: nn.Module) -> nn.Module:
     """The tower of a model, or the model itself if it is one."""
     for path in ("model.vision_tower", "vision_tower", "model.visual", "visual", "vision_model"):
-        try:
+        with suppress(AttributeError):
             inner = model.get_submodule(path)
-        except AttributeError:
-            continue
-        if hasattr(inner, "config"):
-            return inner
+            if hasattr(inner, "config"):
+                return inner
     return model
 
 
