@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from torino import make
-from torino.draw import draw_sheet, read_photo, save_picture
+from torino.draw import draw_sheet, save_picture
 from torino.example import PHOTOS, example_folder, example_sae, example_tokens
+from torino.images import open_image
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
     rows = {}
     for name, tokens in zip(PHOTOS, images, strict=True):
         plans = [(heading, make("torino-m", sae=sae, k=k, delta=k).plan(tokens)) for k, heading in settings]
-        rows[name] = (read_photo(example_folder() / "photos" / f"{name}.jpg"), plans)
+        rows[name] = (open_image(example_folder() / "photos" / f"{name}.jpg"), plans)
     target = Path(__file__).parents[1] / "docs" / "images" / "groups.jpg"
     save_picture(draw_sheet(rows), target)
     print(f"Drew {target.name}.")

@@ -27,8 +27,8 @@ CORE = [
     "grouping",
     "story",
 ]
-REDUCING = ["reduction", "stages", "reducers", "calibration", "example", "testing", "terminal", "draw"]
-ROOMS = [*CORE, *REDUCING, "vlm", "ask", "cli_ask", "cli", "__main__"]
+REDUCING = ["reduction", "stages", "reducers", "calibration", "example", "testing", "terminal", "images", "draw"]
+ROOMS = [*CORE, *REDUCING, "vlm", "ask", "options", "cli_ask", "cli", "__main__"]
 # Deferred imports that look to the right on purpose: SAE.load and SAE.save open the room that knows layouts.
 ALLOWED = {("sae", "formats")}
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from torino import BadFile, BadParameter
-from torino.vlm import images
-from torino.vlm.images import as_seen, mean_colour, open_image, pad_square, prepare
+from torino import images
+from torino.images import as_seen, mean_colour, open_image, pad_square, prepare
 
 
 def bytes_of(image: Image.Image, form: str = "PNG", **options: object) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import gc
+import inspect
 import pickle
 import threading
 import weakref
@@ -216,6 +217,7 @@ def test_the_prompt_is_the_callers_own(model: Any, inputs: dict[str, Any], reduc
     assert torch.equal(plain, ask(model, inputs, reducer).sequences)
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 def test_lengths_count_the_callers_prompt(model: Any, inputs: dict[str, Any]) -> None:
     length = inputs["input_ids"].shape[1]
 
@@ -503,9 +505,10 @@ def test_cls_tokens_global_tokens_and_tokens_twice(model: Any) -> None:
     mean = copy.copy(everything)
     object.__setattr__(mean, "anchor", torch.tensor([-1]))
     states = model.model.vision_tower(inputs["pixel_values"], output_hidden_states=True).hidden_states[-2][0]
-    wanted = {
+    wanted: dict[Reduction, list[Tensor]] = {
         whole: [states[0], 0.5 * states[2] + 0.25 * states[7], states[7], states[7]],
         mean: [states[1:].mean(0)],
+        Reduction.of([{3: 1.0}, {16: 1.0}], (4, 4)): [states[4], states[0]],
     }
     for plan, rows in wanted.items():
         with reduced(model, Fixed(plan)):
@@ -514,6 +517,10 @@ def test_cls_tokens_global_tokens_and_tokens_twice(model: Any) -> None:
         assert out.logits.shape[1] == 2 + len(rows)
         for mode in ("compact", "original"):
             assert len(ask(model, inputs, Fixed(plan), positions=mode, num_beams=2).sequences) == 1
+    atop = Reduction.of([{16: 1.0}], (4, 4))
+    object.__setattr__(atop, "anchor", torch.tensor([16]))  # where CLS is; allowed, and no place either
+    for plan in (atop, mean):
+        assert positions_seen(model, inputs, Fixed(plan), positions="original")[0].tolist() == [[0, 16, 17]]
     first, *_ = positions_seen(model, inputs, Fixed(whole), positions="original")
     assert first.tolist() == [[0, 16, 2, 7, 7, 17]]  # a token of no place takes the last of its image
 
@@ -618,10 +625,13 @@ def test_a_patch_taken_for_a_cls_token() -> None:
         model(**tiny.prompt("a#", per_image=15))
 
 
-@pytest.mark.parametrize("attribute", ["model", "generate"])
-def test_calls_that_do_not_fit_together(model: Any, attribute: str) -> None:
-    run = {"model": model, "generate": model.generate}[attribute]
-    inputs = tiny.prompt("ab#cd", "#e")
+def hooks_on(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("method", ["__call__", "generate"])
+def test_calls_that_do_not_fit_together(model: Any, method: str) -> None:
+    inputs, hooks = tiny.prompt("ab#cd", "#e"), hooks_on(model)
     images = inputs["pixel_values"]
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         (
@@ -647,9 +657,23 @@ def test_calls_that_do_not_fit_together(model: Any, attribute: str) -> None:
     ]
     for change, error, words in wrong:
         with reduced(model, Ragged()) as trace, pytest.raises(error, match=words):
-            getattr(model, "generate" if run is not model else "__call__")(**(inputs | change))
+            getattr(model, method)(**(inputs | change))
         assert len(trace) == 0
-    assert not any(module._forward_hooks for module in model.model.multi_modal_projector.modules())
+    assert hooks_on(model) == hooks
+
+
+def test_a_tower_that_fails_leaves_no_hooks(model: Any) -> None:
+    inputs, before = tiny.prompt("a#"), hooks_on(model)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = model.model.vision_tower.encoder.layers[1].register_forward_hook(fail)
+    with reduced(model, Needy.of("cls_attention")) as trace, pytest.raises(RuntimeError, match="out of memory"):
+        model.generate(**inputs)
+    handle.remove()
+    assert hooks_on(model) == before
+    assert len(trace) == 0
 
 
 def _cache(model: Any) -> DynamicCache:
@@ -874,6 +898,14 @@ def test_threads_started_inside_a_block(model: Any, inputs: dict[str, Any]) -> N
     assert torch.equal(found["late"], stock)
 
 
+def test_signatures_are_those_of_the_model(model: Any) -> None:
+    """Transformers asks them what may be given; a trainer, which columns to keep."""
+    stock = [inspect.signature(method) for method in (model.forward, model.generate)]
+    with reduced(model, Ragged()):
+        assert [inspect.signature(method) for method in (model.forward, model.generate)] == stock
+        assert model.forward.__name__ == "forward"
+
+
 def test_a_block_in_a_generator_closed_elsewhere(model: Any, inputs: dict[str, Any]) -> None:
     def answers() -> Iterator[Any]:
         with reduced(model, Ragged()):
@@ -929,6 +961,20 @@ def test_the_processor_otherwise(model: Any) -> None:
     assert torch.equal(moved.input_ids, given.input_ids)
     with pytest.raises(AttributeError):
         _ = given.pixel_values
+
+
+def test_the_processor_writes_conversations(model: Any) -> None:
+    processor = ReducingProcessor(tiny.TinyProcessor(), model, Ragged())
+    said = ["ab#cd"]
+    assert processor.apply_chat_template(said) == "ab#cd"
+    given = processor.apply_chat_template(said, images=tiny.pictures(1), return_dict=True)
+    assert isinstance(given, ReducedInputs)
+    direct = processor(images=tiny.pictures(1), text="ab#cd")
+    assert torch.equal(ask(model, given).sequences, ask(model, direct).sequences)
+    with pytest.raises(
+        BadParameter, match=r"gave input_ids as list, and reduction needs tensors. Give return_tensors="
+    ):
+        processor.apply_chat_template(said, images=tiny.pictures(1), return_dict=True, return_tensors=None)
 
 
 def test_how_images_were_brought_to_shape(model: Any) -> None:
@@ -1006,4 +1052,19 @@ def test_a_compiled_language_model(model: Any) -> None:
         assert torch.equal(found.sequences, wanted.sequences)
         counts.append(counter.frame_count)
     assert counts[0] == counts[-1] <= 4
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model(model: Any) -> None:
+    """Steps without images are one graph, as they are outside a block; images are seen out of the compiler's sight."""
+    torch._dynamo.reset()
+    step = tiny.prompt("abc")
+    wanted = model(**step).logits
+    inputs = tiny.prompt("ab#")
+    with reduced(model, Ragged()) as trace:
+        whole = torch.compile(model.__call__, backend="eager", fullgraph=True)
+        assert torch.allclose(whole(**step, use_cache=False).logits, wanted, atol=1e-5)
+        parts = torch.compile(model.__call__, backend="eager")
+        assert torch.allclose(parts(**inputs).logits, model(**inputs).logits, atol=1e-5)
+    assert len(trace) == 2
     torch._dynamo.reset()

@@ -199,12 +199,16 @@ class TinyProcessor:
         self.side = side
 
     def __call__(self, images: Any = None, text: str | Sequence[str] = "", return_tensors: str | None = None) -> Any:
-        assert return_tensors == "pt"
         rows = [text] if isinstance(text, str) else list(text)
         given: dict[str, Any] = padded([tokens_of(row) for row in rows], self.side)
         if images is not None:
             given["pixel_values"] = torch.stack(list(images))
-        return BatchFeature(given)
+        return BatchFeature(
+            given if return_tensors == "pt" else {name: value.tolist() for name, value in given.items()}
+        )
+
+    def apply_chat_template(self, said: Sequence[str], return_dict: bool = False, **others: Any) -> Any:
+        return self(text="".join(said), **others) if return_dict else "".join(said)
 
     def batch_decode(self, rows: Tensor) -> list[str]:
         return ["".join(chr(max(token, 4) - 4 + ord("a")) for token in row) for row in rows.tolist()]

@@ -20,7 +20,7 @@ from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import VisualTokens
 from torino.vlm import Trace, families, host_of, reduced
 from torino.vlm.host import Positions
-from torino.vlm.images import Padding, Picture, as_seen, mean_colour, open_image, prepare
+from torino.images import Padding, Picture, as_seen, mean_colour, open_image, prepare
 from torino.vlm.towers import device_of, dtype_of, fetch, local_name, transformers
 
 # Prompts of families whose processors may come without a chat template.
@@ -186,7 +186,7 @@ def ask(
     reducer : Reducer, optional
         Without one the model gets all tokens.
     padding : {"crop", "square"}
-        See :func:`torino.vlm.images.prepare`.
+        See :func:`torino.images.prepare`.
     max_new_tokens : int
         Longest answer.
     baseline : bool

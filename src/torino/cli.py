@@ -13,7 +13,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from torino.cli_ask import EPILOG, ask
 from torino.errors import BadParameter, TorinoError
+from torino.options import build_reducer, open_sae, share_of
 
 app = typer.Typer(
     name="torino",
@@ -92,7 +94,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Tell what an SAE is: kind, sizes, threshold, and where it comes from."""
-    loaded = _open_sae(sae)
+    loaded = open_named(sae)
     facts: dict[str, Any] = loaded.facts()
     threshold = loaded.threshold
     if threshold is not None:
@@ -153,7 +155,6 @@ def reduce(
 ) -> None:
     """Reduce the visual tokens of images, and show what became of them."""
     from torino.example import PHOTOS, example_tokens
-    from torino.reducers import make
     from torino.reduction import Reduction, ReductionBatch
     from torino.tokens import load_tokens, pack_patches
 
@@ -161,13 +162,8 @@ def reduce(
     if output is not None and output.suffix not in (".npz", ".safetensors"):
         raise BadParameter(f"--output must end in .npz or .safetensors, got {output.name!r}.")
     images = example_tokens() if tokens is None else load_tokens(tokens)
-    if sae is None and not bundled:
-        raise BadParameter(
-            "Say which SAE reads these tokens: --sae FOLDER, --sae owner/repository, or --sae raw for none."
-        )
-    encoder = _open_sae(sae or "example", levels=levels)
     given = {"k": k, "delta": delta, "budget": _budget(budget, keep, [len(image) for image in images])}
-    reducer = make(method, sae=encoder, **{name: value for name, value in given.items() if value is not None})
+    reducer = build_reducer(method, sae or ("example" if bundled else None), levels, given)
 
     plans: list[Reduction] = []
     columns = (TextColumn("reducing"), BarColumn(), MofNCompleteColumn(), TextColumn("images"), TimeRemainingColumn())
@@ -219,9 +215,9 @@ def calibrate(
     images = example_tokens() if tokens is None else load_tokens(tokens)
     if sae is None and tokens is not None:
         raise BadParameter(
-            "Say which SAE reads these tokens: --sae FOLDER, --sae owner/repository, or --sae raw for none."
+            "Say which SAE reads these tokens: --sae FOLDER, --sae owner/repository, --sae raw for none."
         )
-    found = search(images, target, sae=_open_sae(sae or "example"), max_k=max_k)
+    found = search(images, target, sae=open_sae(sae or "example"), max_k=max_k)
     table = Table(title=f"tokens per image over {len(images)} images", box=None, pad_edge=False)
     for heading in ("k", "delta", "mean", "min", "median", "max"):
         table.add_column(heading, justify="right")
@@ -242,30 +238,30 @@ def export(
     """Write an SAE in another library's layout."""
     from torino.formats import write_sae
 
-    loaded = _open_sae(sae)
+    loaded = open_named(sae)
     out.print(f"Wrote {escape(str(write_sae(loaded, folder, layout)))} in the {layout} layout.", highlight=False)
 
 
-def _open_sae(name: str, levels: int | None = None) -> Any:
-    """Open the SAE a person named on the command line."""
-    from torino.concepts import RawEmbedding
+app.command(epilog=EPILOG)(ask)
+
+
+def open_named(name: str) -> Any:
+    """Open a whole SAE, decoder included, to look at it or to write it again."""
     from torino.example import example_sae
     from torino.sae import SAE
 
-    if name == "raw":
-        return RawEmbedding()
-    loaded = example_sae() if name == "example" else SAE.load(name)
-    return loaded if levels is None else loaded.first(levels)
+    return example_sae() if name == "example" else SAE.load(name)
 
 
 def _draw(path: Path, names: list[str], batch: Any, bundled: bool) -> None:
     """Draw the first images, over their photos where there are any."""
-    from torino.draw import draw_sheet, read_photo, save_picture
+    from torino.draw import draw_sheet, save_picture
     from torino.example import example_folder
+    from torino.images import open_image
 
     rows: dict[str, Any] = {}
     for name, plan in list(zip(names, batch, strict=True))[:8]:
-        photo = read_photo(example_folder() / "photos" / f"{name}.jpg") if bundled else None
+        photo = open_image(example_folder() / "photos" / f"{name}.jpg") if bundled else None
         rows[name] = (photo, [(plan.by, plan)])
     save_picture(draw_sheet(rows), path)
 
@@ -276,12 +272,7 @@ def _budget(budget: int | None, keep: str | None, lengths: list[int]) -> int | N
         return budget
     if budget is not None:
         raise BadParameter("Give --budget or --keep, not both.")
-    try:
-        share = float(keep.rstrip("%")) / (100 if keep.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        raise BadParameter(f"--keep must be a share such as 25% or 0.25, got {keep!r}.")
+    share = share_of(keep)
     if len(set(lengths)) > 1:
         raise BadParameter(
             f"--keep needs images of one size, these have {min(lengths)} to {max(lengths)} patches. Give --budget."

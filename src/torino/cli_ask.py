@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torino.errors import BadParameter, TorinoError
+from torino.options import build_reducer, share_of
 
 if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those who ask
     from torino.ask import Answer
@@ -74,7 +75,7 @@ def ask(
         raise BadParameter(f"--draw must end in .png, .jpg or .webp, got {draw.name!r}.")
     local_name(model)
     with _notes():
-        from torino.vlm.images import open_image, prepare
+        from torino.images import open_image, prepare
 
         picture = open_image(image)
         prepare(picture, padding)  # type: ignore[arg-type]: checked above
@@ -126,53 +127,19 @@ def _reducer(
     method: str, sae: str | None, levels: int | None, keep: str | None, given: dict[str, int | None], device: Any
 ) -> Reducer | None:
     """The reducer that the options describe."""
-    from dataclasses import fields, is_dataclass
-
     from torino.ask import KeepShare
-    from torino.reducers import get, make
 
-    parameters: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if method == "none":
-        told = [
-            name for name, value in {**given, "keep": keep, "sae": sae, "levels": levels}.items() if value is not None
-        ]
+        options = {**given, "keep": keep, "sae": sae, "levels": levels}
+        told = [name for name, value in options.items() if value is not None]
         if told:
             raise BadParameter(f"--method none keeps all tokens, so --{told[0]} has no meaning. Leave one out.")
         return None
-    share = None if keep is None else _share(keep)
+    share = None if keep is None else share_of(keep)
     if share is not None and given["budget"] is not None:
         raise BadParameter("Give --budget or --keep, not both.")
-    kind = get(method.partition("(")[0].strip())
-    if sae is not None:
-        parameters["sae"] = _open_sae(sae, levels, device)
-    elif is_dataclass(kind) and "sae" in {field.name for field in fields(kind)}:
-        raise BadParameter(
-            f"{method} groups patches by concepts, so say which SAE reads them: --sae FOLDER, --sae owner/repository, "
-            "or --sae raw for none."
-        )
-    reducer = make(method, **parameters)
+    reducer = build_reducer(method, sae, levels, given, device)
     return reducer if share is None else KeepShare(reducer, share)
-
-
-def _open_sae(name: str, levels: int | None, device: Any) -> Any:
-    from torino.concepts import RawEmbedding
-    from torino.example import example_sae
-    from torino.sae import SAE
-
-    if name == "raw":
-        return RawEmbedding()
-    loaded = example_sae() if name == "example" else SAE.load(name, decoder=False)
-    return (loaded if levels is None else loaded.first(levels)).to(device)
-
-
-def _share(keep: str) -> float:
-    try:
-        share = float(keep.rstrip("%")) / (100 if keep.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 < share <= 1:
-        raise BadParameter(f"--keep must be a share such as 25% or 0.25, got {keep!r}.")
-    return share
 
 
 @contextmanager

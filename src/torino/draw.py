@@ -96,17 +96,6 @@ def draw_sheet(
     return sheet
 
 
-def read_photo(path: str | Path) -> Image.Image:
-    """Open a photo, upright and in RGB."""
-    from PIL import ImageOps
-
-    try:
-        with Image.open(path) as opened:
-            return ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise BadFile(f"{path} is not a readable picture ({error}). Give a JPEG, PNG or WebP file.") from error
-
-
 def save_picture(picture: Image.Image, path: str | Path) -> Path:
     """Write a picture as PNG, JPEG or WebP by its ending, whole or not at all."""
     if Path(path).suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torino.errors import MissingSignal, TorinoError
 from torino.packed import Packed
-from torino.reduction import ReductionBatch
+from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import Origin, VisualTokens
 from torino.vlm.host import Host, Sight, Splice
 from torino.vlm.tap import Anatomy, anatomy, tap
@@ -114,10 +114,7 @@ class Llava(Host):
         if first:
             reduced = Packed.of([torch.cat(pair) for pair in zip(registers, reduced, strict=True)])
         return [
-            Splice(
-                feature,
-                torch.cat([torch.arange(first), first + torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor)]),
-            )
+            Splice(feature, torch.cat([torch.arange(first), first + _places(plan)]))
             for feature, plan in zip(self.project(reduced), plans, strict=True)
         ]
 
@@ -125,3 +122,9 @@ class Llava(Host):
     def pixel_names(self) -> tuple[str, ...]:
         """Inputs that belong to the pixels."""
         return ("pixel_values", "image_sizes", "vision_feature_layer", "vision_feature_select_strategy")
+
+
+def _places(plan: Reduction) -> Tensor:
+    """The patch whose place each token takes; a token of no place, such as CLS, takes the last."""
+    last = plan.patches - 1
+    return torch.where(plan.anchor < 0, last, plan.anchor).clamp(max=last)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torino.errors import BadFile, BadParameter, TorinoError, Unreachable
 from torino.tokens import Origin, VisualTokens
-from torino.vlm.images import Padding, Picture, mean_colour, open_image, prepare
+from torino.images import Padding, Picture, mean_colour, open_image, prepare
 from torino.vlm.tap import Anatomy, Tapped, anatomy, tap
 
 # The towers that can be tapped: model_type of their config, then module and class in transformers.
@@ -168,7 +168,7 @@ class Tower:
             Signals beyond the patches, as a reducer names them: ``cls``, ``cls_attention``, ``keys``, ``queries``, with
             ``@+1`` or ``@8`` for another block than the tap.
         padding : {"crop", "square"}
-            See :func:`torino.vlm.images.prepare`.
+            See :func:`torino.images.prepare`.
         batch : int
             Images that go through the tower at once.
 

@@ -1,0 +1,54 @@
+"""What the commands share: the SAE, the reducer and the share of tokens that a person named on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from torino.errors import BadParameter
+
+if TYPE_CHECKING:  # torch is only fetched by commands that need it
+    from torino.concepts import ConceptEncoder
+    from torino.reducers import Reducer
+
+
+def open_sae(name: str, levels: int | None = None, device: Any = "cpu") -> ConceptEncoder:
+    """Open the SAE called ``name``: a folder, file or hub repository, ``"example"``, or ``"raw"`` for none."""
+    from torino.concepts import RawEmbedding
+    from torino.example import example_sae
+    from torino.sae import SAE
+
+    if name == "raw":
+        return RawEmbedding()
+    loaded = example_sae() if name == "example" else SAE.load(name, decoder=False)
+    return (loaded if levels is None else loaded.first(levels)).to(device)
+
+
+def build_reducer(
+    method: str, sae: str | None, levels: int | None, given: dict[str, Any], device: Any = "cpu"
+) -> Reducer:
+    """Build the reducer that the options describe; options left out are the method's own."""
+    from torino.reducers import get, make
+
+    parameters = {name: value for name, value in given.items() if value is not None}
+    kind = get(method.partition("(")[0].strip())
+    reads_concepts = is_dataclass(kind) and "sae" in {field.name for field in fields(kind)}
+    if reads_concepts and sae is None:
+        raise BadParameter(
+            f"{method} groups patches by concepts, so say which SAE reads them: --sae FOLDER, --sae owner/repository, "
+            "or --sae raw for none."
+        )
+    if sae is not None and reads_concepts:
+        parameters["sae"] = open_sae(sae, levels, device)
+    return make(method, **parameters)
+
+
+def share_of(keep: str) -> float:
+    """Read a share such as ``25%`` or ``0.25``."""
+    try:
+        share = float(keep.rstrip("%")) / (100 if keep.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise BadParameter(f"--keep must be a share such as 25% or 0.25, got {keep!r}.")
+    return share
