@@ -71,7 +71,8 @@ def list_(
     from torino.reducers import describe, names
 
     if what == "reducers":
-        rows = [describe(name) for name in names()]
+        shown = ("name", "summary", "needs", "length", "output", "cost")
+        rows = [{key: value for key, value in describe(name).items() if as_json or key in shown} for name in names()]
     elif what == "layouts":
         rows = [{"name": name, "read": "yes", "written": "yes"} for name in LAYOUTS]
         rows.append({"name": "sparsify", "read": "yes", "written": "no"})

@@ -27,6 +27,18 @@ class Reducer(ABC):
     """Signals beyond the patches that it reads: ``"cls"``, ``"cls_attention"``, ``"keys"``."""
     always_shown: ClassVar[tuple[str, ...]] = ()
     """Hyperparameters that its spec names even at their defaults."""
+    emits_cls: ClassVar[bool] = False
+    """Whether the CLS token is among its output, and so counts in its budget."""
+    paper: ClassVar[str] = ""
+    """Where the method comes from."""
+    merges: ClassVar[bool] = False
+    """Whether its output tokens are sums of patches."""
+    adaptive: ClassVar[bool] = False
+    """Whether it can let the image decide how many tokens stay."""
+    cost: ClassVar[str] = ""
+    """How its work grows, with the letters of docs/notation.md."""
+    original_licence: ClassVar[str] = ""
+    """Licence of the authors' own code, which is not used here."""
 
     @abstractmethod
     def plan(self, tokens: VisualTokens) -> Reduction:
@@ -114,6 +126,11 @@ def describe(name: str) -> dict[str, str]:
         "summary": (getdoc(cls) or "").split("\n")[0],
         "parameters": ", ".join(f"{field.name}={field.default!r}" for field in plain),
         "needs": ", ".join(sorted(cls.needs)) or "patches only",
+        "length": "adaptive or fixed" if cls.adaptive else "fixed",
+        "output": "merges" if cls.merges else "prunes",
+        "cost": cls.cost,
+        "paper": cls.paper,
+        "original_licence": cls.original_licence,
     }
 
 

@@ -42,6 +42,10 @@ class Torino(Reducer):
     rank: Rank = "activation"
 
     always_shown: ClassVar[tuple[str, ...]] = ("k", "delta")
+    paper: ClassVar[str] = "Renzulli et al., TORINO, WACV 2027"
+    adaptive: ClassVar[bool] = True
+    cost: ClassVar[str] = "O(N·D·C), the SAE"
+    original_licence: ClassVar[str] = "no code found"
 
     def __post_init__(self) -> None:
         """Refuse hyperparameters out of range."""
@@ -242,6 +246,7 @@ class TorinoMerge(Torino):
     """
 
     scale: Scale = "log"
+    merges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse hyperparameters out of range."""
