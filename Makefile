@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 setup: $(STAMP) ## Install torino and the tools to work on it into .venv
 
 demo: $(STAMP) ## Install, then reduce the bundled photos and tell what happened
-	$(BIN)/torino reduce --method torino-m --k 2 --delta 2
+	$(BIN)/torino reduce --explain 1
 
 test: $(STAMP) ## Install, then run all tests
 	$(BIN)/python -m pytest
