@@ -163,7 +163,7 @@ def test_a_tower_that_shows_nothing() -> None:
 @pytest.mark.parametrize(
     ("need", "words"),
     [
-        ("attention", "No signal is called 'attention'. Known: cls, cls_attention, keys, queries"),
+        ("flavour", "No signal is called 'flavour'. Known: cls, cls_attention"),
         ("cls@2", "No signal is called 'cls@2'"),
         ("keys@9", "keys@9 asks for block 9, and the tower has blocks 0 to 3"),
         ("keys@+2", "keys@\\+2 asks for block 4"),
@@ -277,3 +277,37 @@ def test_time_for_signals_is_part_of_the_tower() -> None:
         assert "signals" not in seconds
         tapped(tower, 1, "cls_attention")
     assert seconds["signals"] > 0
+
+
+def test_other_signals_of_the_attention_map() -> None:
+    """Whole maps, what a patch receives, one head of full width, keys averaged over heads: by their definitions."""
+    model = tower_of()
+    parts, pixels = anatomy(model), tiny.pictures(2)
+    needs = {"attention@1", "received_attention@1", "cls_attention_joint@1", "head_keys@1", "keys@1", "queries@1"}
+    seen = tap(model, parts, 1, frozenset(needs), lambda: model(pixels)).signals
+    caught: dict[str, torch.Tensor] = {}
+    attention = parts.blocks[1].self_attn
+    hooks = [
+        attention.q_proj.register_forward_hook(lambda _, __, output: caught.update(q=output)),
+        attention.k_proj.register_forward_hook(lambda _, __, output: caught.update(k=output)),
+    ]
+    model(pixels)
+    for hook in hooks:
+        hook.remove()
+    images, tokens, width = caught["q"].shape
+    size = width // parts.heads
+    for i in range(images):
+        q, k = caught["q"][i], caught["k"][i]
+        maps = torch.stack(
+            [
+                (q[:, h * size : (h + 1) * size] @ k[:, h * size : (h + 1) * size].T / size**0.5).softmax(-1)
+                for h in range(parts.heads)
+            ]
+        )
+        assert torch.allclose(seen["attention@1"][i], maps[:, 1:, 1:], atol=1e-6)
+        assert torch.allclose(seen["received_attention@1"][i], maps.mean(0).mean(0)[1:], atol=1e-6)
+        joint = (q[0] @ k.T / width**0.5).softmax(-1)[1:]
+        assert torch.allclose(seen["cls_attention_joint@1"][i], joint, atol=1e-6)
+        mean = sum(k[1:, h * size : (h + 1) * size] for h in range(parts.heads)) / parts.heads
+        assert torch.allclose(seen["head_keys@1"][i], mean, atol=1e-6)
+        assert seen["attention@1"][i].shape == (parts.heads, tokens - 1, tokens - 1)

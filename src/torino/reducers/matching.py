@@ -58,7 +58,7 @@ class Match:
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """A sequence after some steps: ``label`` (N,), the token each patch is in, and ``leader`` (T,), whose place it has."""
+    """A sequence after some steps: ``label`` (N,), the token each patch is in; ``leader`` (T,), whose place it has."""
 
     label: Tensor
     leader: Tensor
@@ -155,8 +155,6 @@ def fold(
         if penalty is not None:
             total = penalty[stay].index_add_(0, place[found.merged], penalty[found.merged])
             penalty = total / place.bincount()
-        positions = len(stay)
-        leader = leader[:positions]
     return Folded(label, leader)
 
 

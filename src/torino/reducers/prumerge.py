@@ -6,14 +6,15 @@ LLaVA-PruMerge: Adaptive Token Reduction for Efficient Large Multimodal Models (
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from torino.errors import BadParameter, BadTokens, UnmetBudget
+from torino.errors import UnmetBudget
 from torino.packed import offsets_of
 from torino.reducers.base import Reducer, register
+from torino.reducers.sentences import check_choice, check_count, check_flag, read_signal
 from torino.reduction import Reduction
 from torino.strongest import stable_top
 from torino.tokens import VisualTokens
@@ -71,37 +72,31 @@ class PruMerge(Reducer):
 
     def __post_init__(self) -> None:
         """Refuse hyperparameters out of range."""
-        for name, value, least in (
-            ("budget", 1 if self.budget is None else self.budget, 1),
-            ("neighbours", self.neighbours, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise BadParameter(f"{name} must be a whole number of at least {least}, got {value!r}.")
-        if not isinstance(self.extra_token, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadParameter(f"extra_token must be True or False, got {self.extra_token!r}.")
-        if self.order not in get_args(Order):
-            raise BadParameter(f"order must be one of {', '.join(map(repr, get_args(Order)))}, got {self.order!r}.")
+        if self.budget is not None:
+            check_count("budget", self.budget)
+        check_count("neighbours", self.neighbours, least=0)
+        check_flag("extra_token", self.extra_token)
+        check_choice("order", self.order, Order)
 
     @torch.no_grad()
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Plan one image."""
         n = len(tokens)
-        attention, keys = tokens.signal(ATTENTION, self.name), tokens.signal(KEYS, self.name)
-        if attention.shape != (n,) or keys.ndim != 2 or len(keys) != n:
-            raise BadTokens(
-                f"{self.name} reads {ATTENTION} of shape ({n},) and {KEYS} of shape ({n}, Dk), "
-                f"got {tuple(attention.shape)} and {tuple(keys.shape)}."
-            )
-        if not bool(torch.isfinite(attention).all()) or not bool(torch.isfinite(keys).all()):
-            raise BadTokens(f"{ATTENTION} or {KEYS} holds NaN or infinite values. Run the encoder in float32.")
+        attention = read_signal(tokens, ATTENTION, self.name, (n,)).float().cpu()
+        keys = read_signal(tokens, KEYS, self.name, (n, None)).float()
         if self.budget is not None and self.budget > n:
             raise UnmetBudget(
                 f"{self.name} cannot give {self.budget} tokens for an image of {n} patches: each centre is another "
                 "patch, and the extra token needs a patch that is no centre. Lower the budget."
             )
-        attention = attention.float().cpu()
         centres, roles = self.choose(attention, stable_top(attention, n)[0])
-        return self._merge(tokens, attention, keys.float(), centres, roles)
+        near, cosine = nearest(keys, centres, min(self.neighbours, n - 1))
+        stands = _stand_in(near, cosine, n).scatter_(0, centres, torch.arange(len(centres)))
+        if self.order == "raster":
+            centres, place = centres.sort()
+            near, roles = near[place], [roles[i] for i in place.tolist()]
+            stands = torch.cat([place.argsort(), torch.tensor([-1])])[stands]  # -1, the last, stays -1
+        return self._merge(tokens.grid, attention, centres, near, stands, roles)
 
     def choose(self, attention: Tensor, ranked: Tensor) -> tuple[Tensor, list[str]]:
         """Return the centres in native order and a role for each, given patches ``ranked`` by falling attention."""
@@ -112,17 +107,9 @@ class PruMerge(Reducer):
         return ranked[:k], ["primary"] * k
 
     def _merge(
-        self, tokens: VisualTokens, attention: Tensor, keys: Tensor, centres: Tensor, roles: list[str]
+        self, grid: tuple[int, int], attention: Tensor, centres: Tensor, near: Tensor, stands: Tensor, roles: list[str]
     ) -> Reduction:
-        n, k = len(tokens), len(centres)
-        if self.order == "raster":
-            centres, place = centres.sort()
-            roles = [roles[i] for i in place.tolist()]
-        keys = torch.nn.functional.normalize(keys, dim=1)
-        at = centres.to(keys.device)
-        similarity = (keys[at] @ keys.T).scatter_(1, at[:, None], -torch.inf)  # no centre is its own neighbour
-        near, cosine = (part.cpu() for part in stable_top(similarity, min(self.neighbours, n - 1)))
-
+        n, k = len(attention), len(centres)
         is_centre = torch.zeros(n, dtype=torch.bool).index_fill_(0, centres, True)
         others = (~is_centre).nonzero()[:, 0]
         rest = others if self.extra_token else others[:0]
@@ -137,9 +124,9 @@ class PruMerge(Reducer):
             anchor=torch.cat([centres, nothing]),
             concept=torch.full((k + extra,), -1),
             role=(*roles, *["extra"] * extra),
-            grid=tokens.grid,
+            grid=grid,
             by=self.spec,
-            assigned=_nearest(near, cosine, n, k if extra else -1).scatter_(0, centres, torch.arange(k)),
+            assigned=stands.masked_fill(stands < 0, k if extra else -1),
             score=torch.cat([attention[centres], torch.full((extra,), torch.nan)]),
         )
 
@@ -151,10 +138,25 @@ def outliers(attention: Tensor) -> int:
     return int((values > high + 1.5 * (high - low)).sum())
 
 
-def _nearest(near: Tensor, cosine: Tensor, n: int, otherwise: int) -> Tensor:
-    """For each patch the row of ``near`` that holds it with the highest cosine, ties to the first row."""
+def nearest(keys: Tensor, centres: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` other patches of highest cosine with each centre, by place, and their cosines; both (k, count)."""
+    at = centres.to(keys.device)
+    inverse = 1 / torch.linalg.vector_norm(keys, dim=1).clamp(min=1e-12)
+    cosine = (keys[at] @ keys.T).mul_(inverse).mul_(inverse[at, None])
+    cosine.scatter_(1, at[:, None], -torch.inf)  # no centre is its own neighbour
+    values, near = cosine.topk(count + 1, dim=1)
+    near = near[:, :count]
+    tied = values[:, count] == values[:, max(count - 1, 0)]
+    if bool(tied.any()):  # only then does it matter which of equals topk took
+        near[tied] = stable_top(cosine[tied], count)[0]
+    near = near.sort(1).values
+    return near.cpu(), cosine.gather(1, near).cpu()
+
+
+def _stand_in(near: Tensor, cosine: Tensor, n: int) -> Tensor:
+    """For each patch the first row of ``near`` that holds it with the highest cosine; -1 where none does."""
     row = torch.arange(len(near))[:, None].expand_as(near).reshape(-1)
     order = cosine.reshape(-1).sort(stable=True, descending=True).indices.flip(0)  # the best one is written last
-    nearest = torch.full((n,), otherwise).numpy()
-    nearest[near.reshape(-1)[order].numpy()] = row[order].numpy()  # numpy keeps the last of several writes
-    return torch.from_numpy(nearest)
+    stand_in = torch.full((n,), -1).numpy()
+    stand_in[near.reshape(-1)[order].numpy()] = row[order].numpy()  # numpy keeps the last of several writes
+    return torch.from_numpy(stand_in)

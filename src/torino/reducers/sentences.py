@@ -47,6 +47,6 @@ def read_signal(tokens: VisualTokens, name: str, wanted_by: str, shape: tuple[in
     if not fits:
         wanted = " x ".join("any" if size is None else str(size) for size in shape)
         raise BadTokens(f"{wanted_by} reads {name} of shape ({wanted}), got {tuple(value.shape)}.")
-    if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
+    if not bool(torch.isfinite(value.detach().sum())) and not bool(torch.isfinite(value).all()):
         raise BadTokens(f"{name} holds NaN or infinite values. Run the encoder in float32 or bfloat16.")
     return value

@@ -20,7 +20,15 @@ from torino.errors import MissingSignal, TorinoError
 from torino.stages import stage
 
 # Which projections each signal is worked out of.
-SIGNALS = {"cls_attention": ("query", "key"), "keys": ("key",), "queries": ("query",)}
+SIGNALS = {
+    "cls_attention": ("query", "key"),  # (heads, N): of the CLS token to the patches
+    "cls_attention_joint": ("query", "key"),  # (N,): the same with all heads as one of full width
+    "received_attention": ("query", "key"),  # (N,): what each patch receives, mean over heads and all queries
+    "attention": ("query", "key"),  # (heads, N, N): between patches, rows are queries
+    "keys": ("key",),  # (N, width)
+    "head_keys": ("key",),  # (N, width / heads): mean over heads
+    "queries": ("query",),  # (N, width)
+}
 # PyTorch numbers hooks by a counter that two threads could read at once; the second hook would replace the first.
 _placing = threading.Lock()
 
@@ -185,16 +193,26 @@ class _Catcher:
 @torch.no_grad()
 def _signal(kind: str, site: int, caught: dict[str, Tensor], parts: Anatomy) -> Tensor:
     """Work a signal out of captured projections, in float32, the tokens before the patches cut off."""
-    if kind != "cls_attention":
+    if kind in ("keys", "queries"):
         return caught[f"{SIGNALS[kind][0]}@{site}"][:, parts.prefix :].detach().float()
-    query, key = caught[f"query@{site}"], caught[f"key@{site}"]
-    images, tokens, width = query.shape
-    size = width // parts.heads
+    key = caught[f"key@{site}"].float()
+    images, tokens, width = key.shape
+    if kind == "head_keys":
+        return key.view(images, tokens, parts.heads, -1).mean(2)[:, parts.prefix :]
+    heads = 1 if kind == "cls_attention_joint" else parts.heads
+    size = width // heads
+    query = caught[f"query@{site}"].float()
+    query = query[:, :1] if kind.startswith("cls") else query  # most want one row of the map, not all of it
     with torch.autocast(query.device.type, enabled=False):
-        q = query[:, 0].float().view(images, parts.heads, 1, size)
-        k = key.float().view(images, tokens, parts.heads, size).transpose(1, 2)
+        q = query.view(images, -1, heads, size).transpose(1, 2)
+        k = key.view(images, tokens, heads, size).transpose(1, 2)
         attention = (q @ k.transpose(2, 3) * size**-0.5).softmax(-1)
-    return attention[:, :, 0, parts.prefix :]
+    if kind == "received_attention":
+        return attention.mean((1, 2))[:, parts.prefix :]
+    if kind == "attention":
+        return attention[:, :, parts.prefix :, parts.prefix :]
+    row = attention[:, :, 0, parts.prefix :]
+    return row[:, 0] if kind == "cls_attention_joint" else row
 
 
 def _kind(name: str) -> str:
@@ -209,7 +227,7 @@ def _site(name: str, block: int, blocks: int, parts: Anatomy) -> int:
             "keys@+1 or keys@8."
         )
     if kind.startswith("cls") and not parts.has_cls:
-        what = "the attention of a CLS token" if kind == "cls_attention" else "the CLS token"
+        what = "the CLS token" if kind == "cls" else "the attention of a CLS token"
         raise MissingSignal(
             f"{name} is {what}, and the tower {parts.name or 'of this model'} has none. "
             "Choose a reducer that does without, such as torino-m."

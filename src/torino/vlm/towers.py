@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torino.errors import BadFile, BadParameter, TorinoError, Unreachable
+from torino.errors import BadFile, BadParameter, MissingSignal, TorinoError, Unreachable
 from torino.tokens import Origin, VisualTokens
 from torino.images import Padding, Picture, mean_colour, open_image, prepare
 from torino.vlm.tap import Anatomy, Tapped, anatomy, tap
@@ -235,6 +235,9 @@ class Tower:
             parts = self.model(pixels, grid_thw=grids).pooler_output.split([size // merge**2 for size in sizes])
             shapes = [(rows // merge, columns // merge) for rows, columns in shapes]
             return [self._tokens(Tapped(part[None], {}), 0, at) for part, at in zip(parts, shapes, strict=True)]
+        odd = sorted(need for need in needs if not need.startswith(("keys", "queries", "cls")))
+        if odd:  # and of what a CLS token would give, the tap says that there is none
+            raise MissingSignal(f"Qwen's tower has no {odd[0]}. It gives keys and queries, of any block.")
         seen = tap(self.model, self._parts, self.block, needs, lambda: self.model(pixels, grid_thw=grids))
         order = _raster(self.model, grids)
         states = seen.states[order].split(sizes)
@@ -248,8 +251,7 @@ class Tower:
     def _tokens(self, seen: Tapped, image: int, grid: tuple[int, int]) -> VisualTokens:
         prefix, count, states = self._parts.prefix, grid[0] * grid[1], seen.states[image]
         signals = {
-            name: values[image, ..., :count] if name.startswith("cls_attention") else values[image, :count]
-            for name, values in seen.signals.items()
+            name: _first_patches(values[image], name.partition("@")[0], count) for name, values in seen.signals.items()
         }
         return VisualTokens(
             patches=states[prefix : prefix + count],
@@ -260,6 +262,13 @@ class Tower:
             keys=signals.pop("keys", None),
             signals=signals,
         )
+
+
+def _first_patches(values: Tensor, kind: str, count: int) -> Tensor:
+    """Cut a signal to the patches of one image, which may stand before padding."""
+    if kind == "attention":
+        return values[:, :count, :count]
+    return values[..., :count] if kind == "cls_attention" else values[:count]
 
 
 # ------------------------------------------------------------------ inside a model

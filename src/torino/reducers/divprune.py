@@ -1,0 +1,106 @@
+"""DivPrune: the patches that lie farthest apart.
+
+DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models (Alvar et al., CVPR 2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torino.reducers.base import Reducer, register
+from torino.reducers.sentences import check_choice, check_count, read_signal, unmet
+from torino.reduction import Reduction
+from torino.tokens import VisualTokens
+
+Order = Literal["raster", "native"]
+Space = Literal["tap", "projected"]
+
+
+@register("divprune")
+@dataclass(frozen=True)
+class DivPrune(Reducer):
+    """Keep the patches that lie farthest apart: greedy max-min distance (DivPrune).
+
+    With d(i, j) = 1 - cos(x_i, x_j), the first pick is the patch whose nearest neighbour is farthest,
+    argmax_i min_{j≠i} d(i, j); every further pick is the patch farthest from what is picked,
+    argmax_i min_{j picked} d(i, j). Ties go to the lowest index. The score of a token is its distance when it was
+    picked: to its nearest neighbour for the first one, to the nearest picked token for the others.
+
+    Reads the patches, or the signal ``"projected"`` of shape (N, E) with ``space="projected"``. Prunes.
+
+    As published, with these differences. The nearest picked token is kept as a running minimum, O(B·N), where the
+    release searches all picked tokens anew at each step. Similarities are float32, not half. A picked patch is never
+    picked again, also where duplicates leave nothing but distance 0; and a patch of no length has distance 1 to all.
+    The release measures after the projector (``space="projected"``); ours is before it by default, so that the
+    projector need only run on what is kept.
+
+    Parameters
+    ----------
+    budget : int
+        Exactly this many tokens, at most N.
+    space : {"tap", "projected"}
+        Where distances are measured: the patches at the tap layer, or after the projector as released.
+    order : {"raster", "native"}
+        By place, as the code does now; or in the order of picking, as for the numbers in the paper.
+    """
+
+    budget: int
+    space: Space = "tap"
+    order: Order = "raster"
+
+    emits_cls: ClassVar[bool] = False
+    paper: ClassVar[str] = "Alvar et al., CVPR 2025, arXiv 2503.02175"
+    merges: ClassVar[bool] = False
+    adaptive: ClassVar[bool] = False
+    cost: ClassVar[str] = "O(N²·D + B·N)"
+    original_licence: ClassVar[str] = "CC BY-NC 4.0"
+
+    def __post_init__(self) -> None:
+        """Refuse hyperparameters out of range."""
+        check_count("budget", self.budget)
+        check_choice("space", self.space, Space)
+        check_choice("order", self.order, Order)
+        if self.space == "projected":  # what this one needs, not every DivPrune
+            object.__setattr__(self, "needs", frozenset({"projected"}))
+
+    def plan(self, tokens: VisualTokens) -> Reduction:
+        """Plan one image."""
+        n, features = len(tokens), tokens.patches
+        if self.budget > n:
+            raise unmet(self.name, self.budget, n, "its patches")
+        if self.space == "projected":
+            features = read_signal(tokens, "projected", self.name, (n, None))
+        similar = cosines(features).cpu().numpy()
+        np.fill_diagonal(similar, -np.inf)
+        neighbour = similar.max(1)
+        closest = np.full(n, -np.inf, np.float32)  # similarity to the nearest picked patch; +inf once picked
+        kept, score = np.empty(self.budget, np.int64), np.empty(self.budget, np.float32)
+        pick, rank_by = int(neighbour.argmin()), neighbour
+        for step in range(self.budget):
+            kept[step], score[step] = pick, 1 - rank_by[pick]
+            np.maximum(closest, similar[pick], out=closest)
+            closest[pick] = np.inf
+            pick, rank_by = int(closest.argmin()), closest
+        score[np.isinf(score)] = np.nan  # a patch alone has no neighbour
+        order = np.argsort(kept) if self.order == "raster" else np.arange(self.budget)
+        return Reduction.pick(
+            torch.from_numpy(kept[order]), tokens.grid, self.spec, score=torch.from_numpy(score[order])
+        )
+
+
+def cosines(x: Tensor) -> Tensor:
+    """Cosine of every pair of rows, (N, D) to (N, N), float32; 0 with a row of no length.
+
+    Rows that are the same bit for bit have cosine 1 exactly: they are divided by their products with themselves, which
+    carry the same rounding error.
+    """
+    wide = x.detach().float()
+    wide = wide / wide.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # no square overflows
+    gram = wide @ wide.T
+    square = gram.diagonal().clone()  # at least 1, as the largest entry is; 0 in rows of no length
+    return gram.div_(torch.outer(square, square).clamp_(min=1).sqrt_()).clamp_(-1, 1)

@@ -1,0 +1,245 @@
+"""GTP-ViT in one shot at the tap layer: patches that are let go pass something on to their neighbours in a graph.
+
+Xu et al., GTP-ViT: Efficient Vision Transformers via Graph-based Token Propagation, WACV 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from torino.errors import BadParameter, BadTokens
+from torino.reducers.base import Reducer, register
+from torino.reducers.matching import Order, directions
+from torino.reducers.sentences import check_choice, check_count, check_number, read_signal, unmet
+from torino.reduction import Reduction
+from torino.tokens import VisualTokens
+
+Graph = Literal["mixed", "spatial", "semantic"]
+Select = Literal["attention", "cosine"]
+
+
+@register("gtp")
+@dataclass(frozen=True)
+class GTP(Reducer):
+    """Keep the important patches; the others are propagated to their neighbours before they go (GTP-ViT, one shot).
+
+    The graph joins patches that touch on the grid (8 neighbours) or are among the most similar to one another:
+    each patch with its ``neighbours`` highest cosines, all that tie with the last included; a patch is not its own
+    neighbour. With row sums as degrees, Â = D^-½·A·D^-½. Importance is max_h A_ii × max_h Σ_q A_qi, how hard a
+    patch is to make from others times how much attention it receives (MixedAttnMax). The N − budget least important
+    patches P are propagated to the kept ones K: x_K + alpha·Â_KP·x_P.
+
+    Deviations: GTP takes a few patches in each block of a ViT, with a graph of the embeddings, and adds the log of
+    the tokens' scales to later attention logits (a host can, with :func:`gtp_step`); this is all of it at the tap,
+    with a graph of the patches there, as no later block sees the scales. Sums over queries leave out the CLS
+    token, one of N + 1. ``select="cosine"`` and ``hops`` are ours. Attention sparsity has no place here.
+
+    Parameters
+    ----------
+    budget : int
+        Exactly this many tokens, at most N; no CLS token among them.
+    alpha : float
+        How much is passed on; the authors' searches chose 0.1 to 0.4.
+    graph : {"mixed", "spatial", "semantic"}
+    neighbours : int
+        Most similar patches that each patch is joined with.
+    select : {"attention", "cosine"}
+        Importance as above, from the patch-to-patch attention; or, without any attention, the lower the sum of
+        a patch's cosines with all patches the more important.
+    hops : int
+        With 1, as released, a patch without a kept neighbour is lost. With more, propagated patches pass on to
+        one another first: walks of up to that many edges, each edge weighed by alpha, all but the last among P.
+    order : {"raster", "native"}
+        By place; or by falling importance, as released.
+    """
+
+    budget: int
+    alpha: float = 0.1
+    graph: Graph = "mixed"
+    neighbours: int = 8
+    select: Select = "attention"
+    hops: int = 1
+    order: Order = "raster"
+
+    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    merges: ClassVar[bool] = True
+    cost: ClassVar[str] = "O(N²·D + H·N²)"
+    paper: ClassVar[str] = "Xu et al., GTP-ViT, WACV 2024"
+    original_licence: ClassVar[str] = "Apache-2.0"
+
+    def __post_init__(self) -> None:
+        """Refuse hyperparameters out of range."""
+        check_count("budget", self.budget)
+        check_number("alpha", self.alpha)
+        check_choice("graph", self.graph, Graph)
+        check_count("neighbours", self.neighbours)
+        check_choice("select", self.select, Select)
+        check_count("hops", self.hops)
+        check_choice("order", self.order, Order)
+        if self.select == "cosine":
+            object.__setattr__(self, "needs", frozenset())
+
+    def plan(self, tokens: VisualTokens) -> Reduction:
+        """Plan one image."""
+        n = len(tokens)
+        if self.budget > n:
+            raise unmet(self.name, self.budget, n, f"its {n} patches")
+        if self.select == "attention":
+            important = importance(read_signal(tokens, "attention", self.name, (None, n, n)))
+        else:
+            unit = directions(tokens.patches)
+            important = -(unit @ unit.sum(0)).float()
+        graph = token_graph(tokens.patches, tokens.grid, self.graph, self.neighbours)
+        return gtp_step(
+            graph, important, n - self.budget, self.alpha, self.hops, order=self.order, grid=tokens.grid, by=self.spec
+        )
+
+
+def importance(attention: Tensor) -> Tensor:
+    """The MixedAttnMax rank of each patch: (H, T, T), rows are queries, to (T,) float32."""
+    attention = attention.detach().float()
+    own = attention.diagonal(dim1=1, dim2=2).amax(0)
+    return own * attention.sum(1).amax(0)
+
+
+def token_graph(patches: Tensor, grid: tuple[int, int], kind: Graph = "mixed", neighbours: int = 8) -> Tensor:
+    """The normalised graph Â of an image, shape (N, N), float32; a patch without neighbours has a row of zeros.
+
+    Examples
+    --------
+    >>> token_graph(torch.zeros(3, 1), grid=(1, 3), kind="spatial")
+    tensor([[0.0000, 0.7071, 0.0000],
+            [0.7071, 0.0000, 0.7071],
+            [0.0000, 0.7071, 0.0000]])
+    """
+    joined = _touching(grid).to(patches.device) if kind != "semantic" else _similar(patches, neighbours)
+    if kind == "mixed":
+        joined |= _similar(patches, neighbours)
+    joined.fill_diagonal_(False)
+    scale = joined.sum(1).clamp(min=1).float().rsqrt()
+    return scale[:, None] * joined * scale
+
+
+def _touching(grid: tuple[int, int]) -> Tensor:
+    """Which patches are at most one row and one column apart, themselves included, shape (N, N)."""
+    row, column = (torch.ones(size, size, dtype=torch.bool).triu(-1).tril(1) for size in grid)
+    return (row[:, None, :, None] & column[None, :, None, :]).reshape(len(row) * len(column), -1)
+
+
+def _similar(patches: Tensor, k: int) -> Tensor:
+    """For each patch, those with the k highest cosines and those that tie with the last of them, shape (N, N).
+
+    A cosine is float64 rounded to float32, as in :func:`cosines`. A float32 product tells most of them from the
+    k-th; only what lies within its error of that is computed so, or everything if that is much.
+    """
+    n, width = patches.shape
+    if k >= n - 1:
+        return torch.ones(n, n, dtype=torch.bool, device=patches.device)
+    unit = directions(patches)
+    narrow = unit.float()
+    rough = (narrow @ narrow.T).fill_diagonal_(-torch.inf)
+    last = rough.topk(k, dim=1).values[:, -1:]
+    precision = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
+    slack = 2 * ((width + 8) * 2.0**-24 + precision)
+    above, unsure = rough > last + slack, (rough - last).abs() <= slack
+    several = unsure.sum(1) > 1  # a single one is the k-th itself
+    if not bool(several.any()):
+        return above | unsure
+    at = several.nonzero()[:, 0]
+    row, column = unsure[at].nonzero(as_tuple=True)
+    if len(row) > 2 * n:
+        exact = (unit @ unit.T).float().fill_diagonal_(-torch.inf)
+        return exact >= exact.topk(k, dim=1).values[:, -1:]
+    exact = above[at].float() * 4 - 2  # beyond any cosine, either way
+    exact[row, column] = (unit[at[row]] * unit[column]).sum(1).float()
+    joined = above | unsure
+    joined[at] = exact >= exact.topk(k, dim=1).values[:, -1:]
+    return joined
+
+
+def gtp_step(
+    graph: Tensor,
+    important: Tensor,
+    propagated: int,
+    alpha: float,
+    hops: int = 1,
+    *,
+    order: Order = "native",
+    grid: tuple[int, int] | None = None,
+    by: str = "gtp-step",
+) -> Reduction:
+    """Let ``propagated`` of T tokens go, and pass them on to those that stay: one block's step, or all of it at once.
+
+    Inside a tower, a host keeps the CLS token aside and starts with ``done = Reduction.identity(grid)``,
+    ``graph = token_graph(embedded patches, grid)`` and ``scales`` of ones. In each block, between attention and MLP:
+    ``step = gtp_step(graph, importance(attention), p, alpha)``, ``states = step.apply(states)``,
+    ``scales = step.apply(scales)``, ``graph = graph[step.anchor][:, step.anchor]``, ``done = done.then(step)``. From
+    then on ln(scales) belongs on the key side of the attention logits.
+
+    Parameters
+    ----------
+    graph : Tensor of shape (T, T)
+        Â, as :func:`token_graph` makes it, rows receive.
+    important : Tensor of shape (T,)
+        The least important go; of equals, those of the highest position.
+    propagated : int
+        From 0 to T − 1.
+    alpha, hops, order
+        As for ``gtp``.
+    grid : (int, int), optional
+        (1, T) unless given.
+
+    Returns
+    -------
+    Reduction
+
+    Examples
+    --------
+    >>> graph = token_graph(torch.zeros(3, 1), grid=(1, 3), kind="spatial")
+    >>> gtp_step(graph, torch.tensor([3.0, 1, 2]), 1, alpha=0.5).apply(torch.tensor([10.0, 20, 30]))
+    tensor([17.0711, 37.0711])
+    """
+    n = len(important)
+    if graph.shape != (n, n) or important.ndim != 1:
+        raise BadTokens(
+            f"gtp_step takes a graph of shape (T, T) and importance of shape (T,), got {tuple(graph.shape)} and "
+            f"{tuple(important.shape)}. Give one image at a time."
+        )
+    if not 0 <= propagated < n:
+        raise BadParameter(f"propagated must be between 0 and T − 1 = {n - 1}, got {propagated}.")
+    rank = important.argsort(descending=True, stable=True)
+    kept, gone = rank[: n - propagated], rank[n - propagated :]
+    if order == "raster":
+        kept = kept.sort().values
+    passed = reach = alpha * graph[kept][:, gone]
+    among = alpha * graph[gone][:, gone] if hops > 1 else reach
+    for _ in range(hops - 1):
+        reach = reach @ among
+        passed = passed + reach
+    kept, gone, passed, score = kept.cpu(), gone.cpu(), passed.cpu(), important.detach()[kept].float().cpu()
+
+    m = len(kept)
+    matrix = torch.zeros(m, n)
+    matrix[:, gone] = passed
+    matrix[torch.arange(m), kept] = 1.0
+    entries = matrix.nonzero()
+    assigned = torch.full((n,), -1)
+    assigned[kept] = torch.arange(m)
+    most, receiver = passed.max(0)  # what is passed on is stood for by whoever got most of it
+    assigned[gone] = torch.where(most > 0, receiver, -1)
+    return Reduction(
+        sources=entries[:, 1],
+        weights=matrix[entries[:, 0], entries[:, 1]],
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), entries[:, 0].bincount(minlength=m).cumsum(0)]),
+        anchor=kept,
+        concept=torch.full((m,), -1),
+        role=("primary",) * m,
+        grid=grid or (1, n),
+        by=by,
+        assigned=assigned,
+        score=score,
+    )

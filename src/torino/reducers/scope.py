@@ -1,0 +1,105 @@
+"""SCOPE: the patches that cover the image best, salient ones first.
+
+SCOPE: Saliency-Coverage Oriented Token Pruning for Efficient Multimodal LLMs (Deng et al., NeurIPS 2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+
+from torino.reducers.base import Reducer, register
+from torino.reducers.divprune import cosines
+from torino.reducers.sentences import check_choice, check_count, check_number, unmet
+from torino.reduction import Reduction
+from torino.tokens import VisualTokens
+
+Order = Literal["raster", "native"]
+UNIT = 1 << 24  # similarities are whole numbers of 1/UNIT, the step of float32 just below 1
+
+
+@register("scope")
+@dataclass(frozen=True)
+class Scope(Reducer):
+    """Keep the patches that add most coverage, weighted by CLS attention (SCOPE).
+
+    With S the cosines of the patches, a the CLS attention summed over heads, and c_i = max(0, max_{j picked} S_ij)
+    how well patch i is covered, each step picks
+
+        argmax_j a_j^α · Σ_i max(0, S_ij - c_i)
+
+    among the patches not picked yet, ties to the lowest index. The score of a token is that product when it was
+    picked, and a patch is stood for by the picked token that covers it best, or by none where no cosine is positive.
+
+    Reads ``"cls_attention"`` of shape (H, N). Prunes.
+
+    As released, with one difference: S is rounded to whole numbers of 2⁻²⁴. Sums of gains are then exact in any
+    order, so after a pick only the rows whose coverage rose need to be looked at again, and the result is that of
+    summing anew at each step.
+
+    Parameters
+    ----------
+    budget : int
+        Exactly this many tokens, at most N.
+    alpha : float
+        Weight of saliency; 0 is coverage alone.
+    order : {"raster", "native"}
+        By place as released, or in the order of picking.
+    """
+
+    budget: int
+    alpha: float = 1.0
+    order: Order = "raster"
+
+    needs: ClassVar[frozenset[str]] = frozenset({"cls_attention"})
+    emits_cls: ClassVar[bool] = False
+    paper: ClassVar[str] = "Deng et al., NeurIPS 2025, arXiv 2510.24214"
+    merges: ClassVar[bool] = False
+    adaptive: ClassVar[bool] = False
+    cost: ClassVar[str] = "O(N²·D + B·N²) at worst"
+    original_licence: ClassVar[str] = "none stated"
+
+    def __post_init__(self) -> None:
+        """Refuse hyperparameters out of range."""
+        check_count("budget", self.budget)
+        check_number("alpha", self.alpha)
+        check_choice("order", self.order, Order)
+
+    def plan(self, tokens: VisualTokens) -> Reduction:
+        """Plan one image."""
+        n, attention = len(tokens), tokens.signal("cls_attention", self.name)
+        if self.budget > n:
+            raise unmet(self.name, self.budget, n, "its patches")
+        saliency = attention.detach().double().sum(0).cpu().numpy() ** self.alpha
+        similar = (cosines(tokens.patches).clamp_(0, 1).mul_(UNIT).round_()).int().cpu().numpy()
+        gain = similar.sum(1, dtype=np.int64)
+        covered = np.zeros(n, np.int32)
+        kept, score = np.empty(self.budget, np.int64), np.empty(self.budget)
+        for step in range(self.budget):
+            worth = gain * saliency
+            pick = int(worth.argmax())
+            kept[step], score[step] = pick, worth[pick]
+            rose = np.flatnonzero(similar[pick] > covered)
+            before, after = covered[rose, None], similar[pick, rose]
+            lost = similar[rose]  # what each patch could add there, of which the part up to `after` is now taken
+            np.clip(lost, before, after[:, None], out=lost)
+            lost -= before
+            gain -= lost.sum(0, dtype=np.int64)
+            covered[rose] = after
+            gain[pick], saliency[pick] = -1, 1.0  # below every patch that is left, as these have at least 0
+        if self.order == "raster":
+            order = np.argsort(kept)
+            kept, score = kept[order], score[order]
+        reach = similar[kept]
+        reach[np.arange(self.budget), kept] = UNIT + 1  # a kept patch stands for itself
+        assigned = np.where(reach.max(0) > 0, reach.argmax(0), -1)
+        return Reduction.pick(
+            torch.from_numpy(kept),
+            tokens.grid,
+            self.spec,
+            score=torch.from_numpy(score / UNIT),
+            assigned=torch.from_numpy(assigned),
+        )
