@@ -14,11 +14,15 @@ from torino.reducers import Reducer, make, names
 from torino.reduction import Reduction
 from torino.tokens import VisualTokens
 
+PLAIN = frozenset({"cls", "cls_attention", "keys"})
 GRIDS = ((8, 8), (5, 3), (1, 7), (4, 4), (1, 1))
 
 
-def sample_tokens(width: int = 16, *, seed: int = 0) -> list[VisualTokens]:
-    """A few small images on odd grids with every signal, clustered so that groups form; same seed, same tokens."""
+def sample_tokens(width: int = 16, *, needs: frozenset[str] = frozenset(), seed: int = 0) -> list[VisualTokens]:
+    """A few small images on odd grids, clustered so that groups form; same seed, same tokens.
+
+    They carry a CLS token, its attention and keys, and whatever else ``needs`` names.
+    """
     source = torch.Generator().manual_seed(seed)
     images: list[VisualTokens] = []
     for grid in GRIDS:
@@ -33,9 +37,27 @@ def sample_tokens(width: int = 16, *, seed: int = 0) -> list[VisualTokens]:
                 cls=torch.randn(width, generator=source),
                 cls_attention=attention / attention.sum(1, keepdim=True),
                 keys=torch.randn(n, 8, generator=source),
+                signals={name: sample_signal(name, n, width, source) for name in sorted(needs - PLAIN)},
             )
         )
     return images
+
+
+def sample_signal(name: str, n: int, width: int, source: torch.Generator, heads: int = 2) -> torch.Tensor:
+    """A random signal of the shape that its name stands for, for ``n`` patches."""
+    kind = name.partition("@")[0]
+    shapes = {
+        "cls_attention": (heads, n),
+        "cls_attention_joint": (n,),
+        "received_attention": (n,),
+        "attention": (heads, n, n),
+        "head_keys": (n, max(1, width // heads)),
+        "text": (3, 12),
+        "joint": (n, 12),
+        "projected": (n, 2 * width),
+    }
+    values = torch.randn(shapes.get(kind, (n, width)), generator=source)
+    return values.softmax(-1) if "attention" in kind else values
 
 
 def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None) -> None:
@@ -57,7 +79,7 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     >>> check_reducer(make("torino-p", sae=RawEmbedding()))
     """
     width = getattr(getattr(reducer, "sae", None), "width", 16)
-    images = list(tokens) if tokens is not None else sample_tokens(width)
+    images = list(tokens) if tokens is not None else sample_tokens(width, needs=reducer.needs)
     images = [image for image, _ in _plannable(reducer, images)]
     _expect(bool(images), reducer, "planned none of the sample images")
     before = [image.patches.clone() for image in images]
