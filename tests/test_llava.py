@@ -228,6 +228,7 @@ def test_lengths_count_the_callers_prompt(model: Any, inputs: dict[str, Any]) ->
     assert new(max_length=length + 3) == 3
     assert new(max_length=length + 3, max_new_tokens=None) == 3
     assert new(max_length=length + 3, max_new_tokens=2) == 2  # new tokens go before, as in transformers
+    assert new(max_length=5, max_new_tokens=2) == 2
     assert new(generation_config=GenerationConfig(max_new_tokens=4)) == 4
     assert new() == model.generate(**inputs).shape[1] - length == 20
     config = GenerationConfig(max_length=length + 6, num_beams=2)
@@ -439,6 +440,28 @@ def test_gradients_reach_projector_and_tower(inputs: dict[str, Any]) -> None:
         found = gradients(reducer)
         assert found["model.multi_modal_projector.linear_1.weight"].abs().sum() > 0
         assert found["model.vision_tower.encoder.layers.0.mlp.fc1.weight"].abs().sum() > 0
+
+
+def test_reducers_need_not_mind_gradients(inputs: dict[str, Any]) -> None:
+    class Careless(Ragged):
+        def plan(self, tokens: Any) -> Reduction:
+            assert not torch.is_grad_enabled()
+            assert tokens.patches.numpy().shape == (16, 64)
+            assert tokens.cls.numpy().shape == (64,)
+            return super().plan(tokens)
+
+    model = tiny.llava().train()
+    with reduced(model, Careless()):
+        assert model(**inputs).logits.requires_grad
+
+
+def test_outputs_of_other_encoders_stay(model: Any, inputs: dict[str, Any]) -> None:
+    video = object()
+    given = inputs | {"mm_encoder_outputs": {"video": video, "image": None}}
+    shrunk, _ = host_of(model).shrink(given, Ragged(), "compact")
+    assert set(shrunk["mm_encoder_outputs"]) == {"image", "video"}
+    assert shrunk["mm_encoder_outputs"]["video"] is video
+    assert given["mm_encoder_outputs"]["image"] is None
 
 
 def test_generate_keeps_no_graph(model: Any, inputs: dict[str, Any]) -> None:
@@ -977,6 +1000,28 @@ def test_the_processor_writes_conversations(model: Any) -> None:
         processor.apply_chat_template(said, images=tiny.pictures(1), return_dict=True, return_tensors=None)
 
 
+@pytest.mark.parametrize("square", [False, True])
+def test_transformers_own_processor(model: Any, square: bool) -> None:
+    processor = tiny.processor(square)
+    images = tiny.photos(3)
+    text = ["<image> a b", "c <image> <image> d e"]
+    whole = processor(images=images, text=text, padding=True, return_tensors="pt")
+    assert (whole["input_ids"] == tiny.IMAGE).sum() == 3 * tiny.PATCHES
+    wrapped = ReducingProcessor(processor, model, Ragged())
+    given = wrapped(images=images, text=text, padding=True)
+    wanted, found = ask(model, whole, Ragged()), ask(model, given)
+    assert torch.equal(found.sequences[:, -NEW:], wanted.sequences[:, -NEW:])
+    assert same(ask(model, whole, Identity()), ask(model, whole))
+    assert wrapped.trace.looks[0].padding == ("square" if square else "crop")
+    content = [{"type": "image", "image": images[0]}, {"type": "text", "text": "a"}]
+    written = wrapped.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=True, return_dict=True, add_generation_prompt=True
+    )
+    assert isinstance(written, ReducedInputs)
+    assert written.input_ids.shape[1] == 2 + len(wrapped.trace[-1])
+    assert len(processor.batch_decode(ask(model, written).sequences)) == 1
+
+
 def test_how_images_were_brought_to_shape(model: Any) -> None:
     inner = tiny.TinyProcessor()
     processor = ReducingProcessor(inner, model, Identity())
@@ -1017,8 +1062,9 @@ def test_the_trace(model: Any, inputs: dict[str, Any]) -> None:
     copied = pickle.loads(pickle.dumps(trace))
     assert isinstance(copied, Trace)
     assert copied.summary() == trace.summary()
-    copied.add(trace.looks[0])
-    assert len(trace) == 5
+    for one in (copied, copy.copy(trace), copy.deepcopy(trace)):
+        one.add(trace.looks[0])
+        assert (len(one), len(trace)) == (9, 5)
 
 
 @pytest.mark.parametrize("rows", [("ab#cd",), ROWS], ids=["one row", "padded rows"])

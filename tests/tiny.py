@@ -212,3 +212,41 @@ class TinyProcessor:
 
     def batch_decode(self, rows: Tensor) -> list[str]:
         return ["".join(chr(max(token, 4) - 4 + ord("a")) for token in row) for row in rows.tolist()]
+
+
+def processor(square: bool = False) -> Any:
+    """LLaVA's own processor, with a vocabulary of words w0, w1, … and the letters of the prompts here."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import CLIPImageProcessor, LlavaImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+
+    words = {"<pad>": PAD, "<s>": BOS, "</s>": EOS, "USER:": 3, "<image>": IMAGE}
+    words |= {chr(ord("a") + i): 4 + i for i in range(26)}
+    words |= {f"w{i}": i for i in range(100) if i not in words.values()}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<s>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", padding_side="left")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    kind = LlavaImageProcessor if square else CLIPImageProcessor
+    size = {"height": SIDE, "width": SIDE}
+    images = kind(size={"shortest_edge": SIDE}, crop_size=size, **({"do_pad": True} if square else {}))
+    template = (
+        "{% for message in messages %}USER: {% for part in message['content'] %}"
+        "{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
+    )
+    return LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template,
+    )
+
+
+def photos(count: int, *, seed: int = 0) -> list[Any]:
+    """Pictures as people have them, wider than high."""
+    from PIL import Image
+
+    source = torch.Generator().manual_seed(seed)
+    areas = torch.randint(0, 255, (count, 3, 4, 3), generator=source, dtype=torch.uint8)
+    return [Image.fromarray(area.numpy()).resize((90, 60), Image.Resampling.NEAREST) for area in areas]
