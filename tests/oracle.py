@@ -47,7 +47,7 @@ def concept_sets(z: Sequence[Sequence[float]], k: int, silent: str) -> list[list
 
 
 def linked(one: Sequence[int], two: Sequence[int], k: int, delta: int, silent: str) -> bool:
-    """Whether two patches share an edge: Eq. 7, and the rule for slots that no active latent fills."""
+    """Whether two patches share an edge: Eq. 8, and the rule for slots that no active latent fills."""
     shared = len(set(one) & set(two))
     if silent == "literal":
         return shared >= delta
@@ -78,7 +78,7 @@ def grouped(z: Sequence[Sequence[float]], k: int, delta: int, silent: str) -> li
 
 
 def primary(group: Sequence[int], a: Sequence[float], mode: str, scale: str = "log") -> Row:
-    """The token of one group: Eq. 8 (P) or Eq. 9 (M), in the place of the patch with the highest peak."""
+    """The token of one group: Eq. 9 (P) or Eq. 10 (M), in the place of the patch with the highest peak."""
     best = group[0]
     for i in group:
         if a[i] > a[best]:

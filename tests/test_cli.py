@@ -72,7 +72,7 @@ def test_info() -> None:
 def test_demo_reduces_the_bundled_photos(tmp_path: Path) -> None:
     target = tmp_path / "reduced.npz"
     said = torino("reduce", "--explain", "2", "-o", target)
-    for word in ("astronaut", "rocket", "mean", "share concept", "Wrote"):
+    for word in ("astronaut", "rocket", "mean", "most common concept", "Wrote"):
         assert word in said
     batch = ReductionBatch.load(target)
     images = example_tokens()

@@ -74,6 +74,8 @@ class Bad(Reducer):
             kept = kept.flip(0)
         if self.fault == "writes":
             tokens.patches.add_(1)
+        if self.fault == "clamps":
+            tokens.patches.clamp_(min=0)  # does nothing the second time
         by = "someone else" if self.fault == "signature" else self.spec
         grid = (1, len(tokens)) if self.fault == "grid" else tokens.grid
         if self.fault == "empty":
@@ -99,6 +101,7 @@ def test_contract_accepts_an_honest_reducer() -> None:
         ("random", "random state"),
         ("unsorted", "raster order"),
         ("writes", "changed its input|two plans"),
+        ("clamps", "changed its input"),
         ("signature", "signed its plan"),
         ("grid", "plan for grid"),
         ("empty", "made of nothing"),

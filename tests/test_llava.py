@@ -1114,3 +1114,17 @@ def test_a_compiled_model(model: Any) -> None:
         assert torch.allclose(parts(**inputs).logits, model(**inputs).logits, atol=1e-5)
     assert len(trace) == 2
     torch._dynamo.reset()
+
+
+def test_original_positions_without_a_cache_and_without_padding() -> None:
+    """transformers would take the gaps for seams of packed prompts, and mask across them."""
+    model, reducer = tiny.llava(), make("torino-p(k=1, delta=1, budget=4)", sae=RawEmbedding())
+    ids = torch.tensor([[1, 5, *[model.config.image_token_id] * 16, 7, 8]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": tiny.pictures(1)}
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    with reduced(model, reducer, positions="original"):
+        cached, plain = (model.generate(**inputs, **options, use_cache=cache) for cache in (True, False))
+    assert torch.equal(cached.sequences, plain.sequences)
+    for one, other in zip(cached.logits, plain.logits, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)

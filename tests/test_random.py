@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from hashlib import blake2b
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import sqrt
 
 import numpy as np
@@ -25,7 +25,7 @@ def image(seed: int, n: int = 12, width: int = 16) -> VisualTokens:
 def drawn(patches: list[list[float]], grid: tuple[int, int], seed: int) -> list[int]:
     """The rule in plain Python: what the seed of an image is made of, and the draw in its order."""
     n = len(patches)
-    count = min(n, 64)
+    count = min(n, 16)
     codes = []
     for k in range(count):
         row = patches[k * n // count]
@@ -37,7 +37,7 @@ def drawn(patches: list[list[float]], grid: tuple[int, int], seed: int) -> list[
     return torch.randperm(n, generator=torch.Generator().manual_seed(number)).tolist()
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 64, 65, 100, 576])
+@pytest.mark.parametrize("n", [1, 2, 5, 16, 17, 100, 576])
 def test_equals_the_plain_rule(n: int) -> None:
     for seed in range(4):
         tokens = image(seed, n)
@@ -61,7 +61,7 @@ def test_every_subset_is_as_likely_as_the_others() -> None:
 def test_a_smaller_draw_is_part_of_a_larger_one() -> None:
     tokens = image(3, 40)
     draws = [set(Random(budget).plan(tokens).sources.tolist()) for budget in range(1, 41)]
-    assert all(small < large for small, large in zip(draws, draws[1:], strict=False))
+    assert all(small < large for small, large in pairwise(draws))
 
 
 def test_image_and_seed_decide_and_nothing_else() -> None:

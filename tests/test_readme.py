@@ -42,7 +42,7 @@ def test_contributing_example_is_a_reducer() -> None:
     try:
         exec(compile(block, "CONTRIBUTING.md", "exec", dont_inherit=True), scope)
         assert "loudest" in names()
-        check_reducer(base.make("loudest", budget=1))
+        check_reducer(base.make("loudest", budget=16))
     finally:
         base._registry.clear()
         base._registry.update(before)

@@ -520,3 +520,22 @@ def test_facts_and_cards_hold_what_was_given() -> None:
     assert (facts["kind"], facts["width"], facts["latents"], facts["k"]) == ("topk", D, C, 5)
     assert (facts["name"], facts["block"], facts["license"]) == ("mine", 7, "MIT")
     assert SAECard.of({"name": "a", "unknown": 1}) == SAECard(name="a")
+
+
+@pytest.mark.parametrize("move", [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.float16)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_weights_keep_every_bit_whatever_is_done_to_the_model(move: Any, inside: bool) -> None:
+    weight = torch.randn(5, 4) * 1e6
+    sae = SAE(weight, threshold=0.1, kind="batchtopk")
+    move(torch.nn.Sequential(sae, torch.nn.Linear(2, 2)) if inside else sae)
+    assert torch.equal(sae.W_enc, weight)
+    assert sae.W_enc.dtype == sae.b_enc.dtype == torch.float32
+
+
+def test_the_bound_follows_weights_that_are_replaced_or_edited_through_data() -> None:
+    sae = SAE(torch.eye(4))
+    for factor in (10.0, 10.0, 0.1):
+        sae.W_enc = sae.W_enc * factor
+        assert sae._largest_norm() == pytest.approx(float(sae.W_enc.norm(dim=1).max()))
+    sae.W_enc.data.mul_(7)
+    assert sae._largest_norm() == pytest.approx(float(sae.W_enc.norm(dim=1).max()))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -437,3 +439,27 @@ def test_stable_top_takes_leading_dimensions_and_strides() -> None:
     assert torch.equal(indices.reshape(12, 3), flat)
     turned, _ = stable_top(values.transpose(0, 2).contiguous().transpose(0, 2), 3)
     assert torch.equal(turned, indices)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        ("torch.backends", "fp32_precision", "tf32"),
+        ("torch.backends.cuda.matmul", "fp32_precision", "tf32"),
+        ("torch.backends.mkldnn.matmul", "fp32_precision", "bf16"),
+    ],
+)
+def test_the_newer_settings_of_precision_change_no_answer(place: str, name: str, value: str) -> None:
+    """In a process of its own: torch cannot go back from the newer settings to the older ones."""
+    code = f"""
+import torch
+from torino.strongest import strongest
+torch.manual_seed(0)
+x, w, b, floor = torch.randn(9, 32), torch.randn(300, 32), torch.randn(300), torch.tensor(0.0)
+before = strongest(x, w, b, 3, floor)
+{place}.{name} = "{value}"
+after = strongest(x, w, b, 3, floor)
+assert all(torch.equal(one, other) for one, other in zip(before, after))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -9,7 +9,8 @@ Reduction(9 -> 3 tokens by torino-m(k=1, delta=1): 3 primary)
 torch.Size([3, 9])
 >>> print(plan.explain(1))
 Token 1 of 3 (primary) takes the place of patch 2 (row 0, column 2) and sums 2 patches
-with weights of 0.847. It stands for 2 patches, 22% of the image. They share concept 1. Score 1.
+with weights of 0.847. It stands for 2 patches, 22% of the image. Their most common concept
+is 1. Score 1.
 """
 
 from torino.calibration import Calibration, calibrate

@@ -95,6 +95,7 @@ def calibrate(
     packed = pack_patches(tokens)
     for image in tokens:
         sae.check_origin(image.origin, image.width)
+    max_k = min(max_k, int(getattr(sae, "latents", packed.values.shape[1])))  # no more than there are
     concepts = sae.top(packed.values, max_k, rank=rank)
     table = {
         (k, delta): group_by_overlap(concepts.first(k), delta, silent=silent, offsets=packed.offsets).counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from torino.cli_ask import EPILOG, ask
-from torino.errors import BadParameter, TorinoError
+from torino.errors import BadParameter, TorinoError, UnmetBudget
 from torino.options import build_reducer, open_sae, share_of
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ BATCH = 16  # images planned at once: enough to fill the matrix product, few eno
 
 def main() -> None:
     """Run the command; what is wrong is said in one sentence, with exit code 2."""
+    warnings.showwarning = _note
     try:
         app()
     except TorinoError as error:
@@ -39,6 +41,11 @@ def main() -> None:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         sys.stderr.close()
         sys.exit(0)
+
+
+def _note(message: Warning | str, *_: object, **__: object) -> None:
+    """Say a warning as a sentence, without the line of code that it comes from."""
+    errors.print(f"[yellow]note:[/] {escape(str(message))}", soft_wrap=True, highlight=False)
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -146,7 +153,7 @@ def reduce(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write tokens and provenance to .npz or .safetensors.")
     ] = None,
-    explain: Annotated[int, typer.Option(help="Explain the N largest output tokens of each image.")] = 0,
+    explain: Annotated[int, typer.Option(min=0, help="Explain the N largest output tokens of each image.")] = 0,
     picture: Annotated[
         bool | None, typer.Option("--picture/--no-picture", help="Draw the groups; by default in a terminal.")
     ] = None,
@@ -162,9 +169,13 @@ def reduce(
     bundled = tokens is None
     if output is not None and output.suffix not in (".npz", ".safetensors"):
         raise BadParameter(f"--output must end in .npz or .safetensors, got {output.name!r}.")
+    if output is not None and output.is_dir():
+        raise BadParameter(f"--output {output} is a folder. Give the path of a file.")
+    if draw is not None and draw.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        raise BadParameter(f"--draw must end in .png, .jpg or .webp, got {draw.name!r}.")
     images = example_tokens() if tokens is None else load_tokens(tokens)
     given = {"k": k, "delta": delta, "budget": _budget(budget, keep, [len(image) for image in images])}
-    reducer = build_reducer(method, sae or ("example" if bundled else None), levels, given)
+    reducer = build_reducer(method, sae or _default_sae(method, bundled), levels, given)
 
     plans: list[Reduction] = []
     columns = (TextColumn("reducing"), BarColumn(), MofNCompleteColumn(), TextColumn("images"), TimeRemainingColumn())
@@ -172,7 +183,12 @@ def reduce(
         task = progress.add_task("", total=len(images))
         for start in range(0, len(images), BATCH):
             part = images[start : start + BATCH]
-            plans.extend(reducer.plan_batch(part))
+            try:
+                plans.extend(reducer.plan_batch(part))
+            except UnmetBudget as error:  # which counts the images of its own batch
+                raise UnmetBudget(
+                    f"{error} (Images are counted from number {start} of the file.)" if start else str(error)
+                ) from error
             progress.advance(task, len(part))
     batch = ReductionBatch.of(plans)
 
@@ -244,6 +260,14 @@ def export(
 
 
 app.command(epilog=EPILOG)(ask)
+
+
+def _default_sae(method: str, bundled: bool) -> str | None:
+    """The bundled SAE for the bundled photos, where the method reads concepts."""
+    from torino.reducers import get
+
+    reads = "sae" in get(method.partition("(")[0].strip()).__dataclass_fields__  # type: ignore[attr-defined]
+    return "example" if bundled and reads else None
 
 
 def open_named(name: str) -> Any:

@@ -18,7 +18,7 @@ Rank = Literal["activation", "pre-threshold"]
 
 @dataclass(frozen=True, eq=False)
 class Concepts:
-    """The top-k concepts A_i of each patch (paper, Eq. 6) and its peak activation a(i) (Eq. 5).
+    """The top-k concepts A_i of each patch (paper, Eq. 7) and its peak activation a(i) (Eq. 6).
 
     Attributes
     ----------

@@ -176,7 +176,7 @@ def _read_npz(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                     raise ValueError(f"{name} is not an array")
                 if value.dtype.kind == "U" and value.ndim == 0:
                     texts[name] = str(value)
-                else:
+                elif value.dtype.kind in "biuf":  # dates, texts and the like are nothing anyone here asks for
                     tensors[name] = torch.from_numpy(value)
     except Exception as error:  # a damaged zip fails in a dozen ways, deep in zipfile, zlib and numpy
         raise BadFile(

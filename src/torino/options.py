@@ -19,6 +19,8 @@ def open_sae(name: str, levels: int | None = None, device: Any = "cpu") -> Conce
     from torino.sae import SAE
 
     if name == "raw":
+        if levels is not None:
+            raise BadParameter("--levels chooses Matryoshka levels of an SAE, and --sae raw is none. Leave one out.")
         return RawEmbedding()
     loaded = example_sae() if name == "example" else SAE.load(name, decoder=False)
     return (loaded if levels is None else loaded.first(levels)).to(device)
@@ -38,7 +40,9 @@ def build_reducer(
             f"{method} groups patches by concepts, so say which SAE reads them: --sae FOLDER, --sae owner/repository, "
             "or --sae raw for none."
         )
-    if sae is not None and reads_concepts:
+    if sae is not None and not reads_concepts:
+        raise BadParameter(f"{method} reads no concepts, so --sae has no meaning for it. Leave it out.")
+    if sae is not None:
         parameters["sae"] = open_sae(sae, levels, device)
     return make(method, **parameters)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -125,7 +126,7 @@ class SAE(nn.Module):
             check_matrix(W_dec, "W_dec")
         self.register_buffer("W_dec", None if W_dec is None else _frozen(W_dec))
         self.register_buffer("threshold", self._read_threshold(threshold))
-        self._norm: tuple[tuple[int, int], float] | None = None
+        self._norm: tuple[weakref.ref[Tensor], tuple[int, float], float] | None = None
 
     def _read_threshold(self, threshold: float | Tensor | None) -> Tensor | None:
         if self.kind in ("relu", "topk"):
@@ -160,7 +161,8 @@ class SAE(nn.Module):
         """Move with the model but stay in float32: near-ties decide groups, and half precision would flip them."""
 
         def keep(tensor: Tensor) -> Tensor:
-            return fn(tensor).float()
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)  # not rounded and widened again
 
         return super()._apply(keep, recurse)
 
@@ -242,11 +244,13 @@ class SAE(nn.Module):
 
     def _largest_norm(self) -> float:
         """The largest norm of an encoder row, worked out anew only when the weights have changed."""
-        version = -1 if self.W_enc.is_inference() else self.W_enc._version
-        key = (self.W_enc.data_ptr(), version)
-        if self._norm is None or self._norm[0] != key:
-            self._norm = (key, largest_row_norm(self.W_enc))
-        return self._norm[1]
+        weight = self.W_enc
+        # edits through .data raise no version, so a few rows are looked at as well
+        sample = float(weight[:: max(1, len(weight) // 16)].double().abs().sum())
+        key = (-1 if weight.is_inference() else weight._version, sample)
+        if self._norm is None or self._norm[0]() is not weight or self._norm[1] != key:
+            self._norm = (weakref.ref(weight), key, largest_row_norm(weight))
+        return self._norm[2]
 
     def _decoder(self) -> Tensor:
         if self.W_dec is None:

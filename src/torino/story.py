@@ -60,12 +60,13 @@ class TokenStory:
         if len(self.sources) == 1 and self.weights[0] == 1:
             parts.append("and is the CLS token" if self.sources[0] == patches else "and is that patch, unchanged")
         elif self.sources:
-            parts.append(f"and sums {len(self.sources)} patches with weights {_span(self.weights)}")
+            what = "tokens" if patches in self.sources else "patches"
+            parts.append(f"and sums {len(self.sources)} {what} with weights {_span(self.weights)}")
         text = " ".join(parts) + "."
         if len(self.stands_for) > 1:
             text += f" It stands for {len(self.stands_for)} patches, {len(self.stands_for) / patches:.0%} of the image."
         if self.concept is not None:
-            says = "They share concept" if len(self.stands_for) > 1 else "Its concept is"
+            says = "Their most common concept is" if len(self.stands_for) > 1 else "Its concept is"
             text += f" {says} {self.concept}" + (f" ({self.name})." if self.name else ".")
         if not isnan(self.score):
             text += f" Score {self.score:.3g}."

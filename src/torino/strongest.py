@@ -5,8 +5,8 @@ The score of token i and latent j is *defined* as
     s(i, j) = float32( Σ_d x[i, d]·w[j, d] + b[j] ),  products and sum in float64, in a fixed order,
 
 and the answer is ordered by falling score, ties by rising latent index. That definition knows nothing of
-chunk sizes, batch sizes or threads, so neither does the answer: an image gets the same concepts alone and in
-a batch. Speed comes from a screen in front of it. A float32 matrix product, chunk by chunk into one small
+chunk sizes, batch sizes or threads (on a CPU, for tokens narrower than 32,768), so neither does the answer: an
+image gets the same concepts alone and in a batch. Speed comes from a screen in front of it. A float32 matrix product, chunk by chunk into one small
 buffer, finds a few candidates a token; only these are scored as above; and a rounding-error bound proves that
 no latent outside the candidates can belong to the answer. The rare token without such a proof (near-ties, many
 identical latents) is searched exhaustively in float64.
@@ -20,7 +20,7 @@ from torch import Tensor
 ROWS = 1024  # tokens a tile; keeps the score buffer small however many images are packed
 COLUMNS = 3072  # latents a chunk
 DEPTH = 32  # latents that share a lane in the first, cheap maximum
-SPARE = 4  # candidates beyond k that complete the proof for all but a few tokens in a million
+SPARE = 4  # candidates beyond k: with gaps between this many scores the proof hardly ever fails
 WORKSPACE = 1 << 18  # float64 elements the exact scores may hold at once (2 MiB)
 SILENT = -1  # the index of a slot that holds no active latent
 
@@ -132,15 +132,41 @@ def _screen_error(x: Tensor, bias: Tensor, norm: float) -> Tensor:
     Infinite where a partial sum might leave float32.
     """
     unit = 2.0**-24
-    # below "highest", the backend may first round both inputs to 11 (TF32) or 8 (bfloat16) bits
-    rounded = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
-    if x.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        rounded = max(rounded, 2.0**-10)
     terms = (x.shape[1] + 2) * unit
-    gamma = terms / (1 - terms) + rounded
-    size = x.double().norm(dim=1) * norm * (1 + 1e-6) + bias.abs().max().double()
-    slack = gamma * size + x.shape[1] * 2.0**-149
+    gamma = terms / (1 - terms) + _input_rounding(x)
+    length = x.double().norm(dim=1)
+    size = length * norm * (1 + 1e-6) + bias.abs().max().double()
+    # where the processor flushes denormal numbers, inputs and products below 2^-126 count as nothing
+    slack = gamma * size + x.shape[1] * 2.0**-126 * (1 + length + norm)
     return slack.masked_fill(size >= 2.0**127, torch.inf)
+
+
+ROUNDING = {
+    "none": 0.0,
+    "ieee": 0.0,
+    "highest": 0.0,
+    "tf32": 2.0**-9,
+    "high": 2.0**-9,
+    "bf16": 2.0**-6,
+    "medium": 2.0**-6,
+}
+
+
+def _input_rounding(x: Tensor) -> float:
+    """By how much the backend may round the inputs of a float32 product, relative to their product.
+
+    torch has an old and a new way to allow it, and the old one raises an error where the new one was used; an answer
+    that is not known here counts as the loosest.
+    """
+    backend = torch.backends.cuda.matmul if x.is_cuda else getattr(torch.backends.mkldnn, "matmul", None)
+    told = [str(getattr(place, "fp32_precision", "none")) for place in (backend, torch.backends)]
+    try:
+        told.append(torch.get_float32_matmul_precision())
+        if x.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+            told.append("tf32")
+    except RuntimeError:
+        pass
+    return max(ROUNDING.get(word, 2.0**-6) for word in told)
 
 
 def _screen(
@@ -268,7 +294,7 @@ def _search(
 
 
 def _merge(indices: Tensor, values: Tensor, token: Tensor, latent: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge scored pairs into the ordered lists (N, k) of the tokens they belong to (NaN counts as largest)."""
+    """Merge scored pairs into the ordered lists (N, k) of the tokens they belong to."""
     n, k = indices.shape
     held = torch.arange(n, device=token.device).repeat_interleave(k)
     token = torch.cat([held, token])

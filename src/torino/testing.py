@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torino.errors import UnmetBudget
 from torino.reducers import Reducer, make, names
@@ -80,12 +81,12 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     """
     width = getattr(getattr(reducer, "sae", None), "width", 16)
     images = list(tokens) if tokens is not None else sample_tokens(width, needs=reducer.needs)
-    images = [image for image, _ in _plannable(reducer, images)]
-    _expect(bool(images), reducer, "planned none of the sample images")
     before = [image.patches.clone() for image in images]
     random_state, numpy_state = torch.get_rng_state(), repr(np.random.get_state())  # noqa: NPY002
 
-    plans = [reducer.plan(image) for image in images]
+    pairs = list(_plannable(reducer, images, before))
+    _expect(bool(pairs), reducer, "planned none of the sample images")
+    images, plans, before = [one for one, _, _ in pairs], [one for _, one, _ in pairs], [one for _, _, one in pairs]
     for image, plan in zip(images, plans, strict=True):
         _check_plan(reducer, image, plan)
     for again, plan in zip([reducer.plan(image) for image in images], plans, strict=True):
@@ -116,11 +117,13 @@ def same_plan(one: Reduction, other: Reduction) -> bool:
     )
 
 
-def _plannable(reducer: Reducer, images: Sequence[VisualTokens]) -> Iterator[tuple[VisualTokens, Reduction]]:
-    """The images that are large enough for the reducer's budget."""
-    for image in images:
+def _plannable(
+    reducer: Reducer, images: Sequence[VisualTokens], before: Sequence[Tensor]
+) -> Iterator[tuple[VisualTokens, Reduction, Tensor]]:
+    """The images that are large enough for the reducer's budget, with their first plan."""
+    for image, patches in zip(images, before, strict=True):
         try:
-            yield image, reducer.plan(image)
+            yield image, reducer.plan(image), patches
         except UnmetBudget:
             _expect(getattr(reducer, "budget", None) is not None, reducer, "raised UnmetBudget without a budget")
 

@@ -71,7 +71,8 @@ def register(name: str) -> Callable[[Class], Class]:
     """Give a reducer class its name. A name can be taken once."""
 
     def add(cls: Class) -> Class:
-        if name in _registry and _registry[name].__qualname__ != cls.__qualname__:
+        known = _registry.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise BadParameter(f"A reducer called {name!r} is registered already: {_registry[name].__qualname__}.")
         cls.name = name
         type.__setattr__(cls, "__repr__", Reducer.__repr__)  # a dataclass writes its own, with the whole SAE in it

@@ -2,7 +2,7 @@
 
 Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in MLLMs (Zhang, Liu, Li et al.,
 NeurIPS 2025, arXiv 2506.10967), with the fast greedy MAP inference of Chen, Zhang and Zhou (NeurIPS 2018). Written
-from the description of the method; no code of the authors is used.
+anew, with the released code (Apache-2.0) read for its constants and its sign.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class CDPruner(Reducer):
         shape (N, E)), as in the released code.
     negate : bool
         Take the cosine with the text negatively, as released: in CLIP, patches of what the text names are *less* like
-        it than others. The paper's formula has no such sign; set it to False for encoders without that quirk.
+        it than others. The authors report this for CLIP alone; set it to False for encoders without that quirk.
     theta : float, optional
-        If given, r becomes exp(θ/(2(1 − θ))·r), 0 ≤ θ < 1: the paper's balance between diversity and relevance. The
-        release leaves it out.
+        If given, r becomes exp(θ/(2(1 − θ))·r), 0 ≤ θ < 1, from diversity alone to relevance; the release has
+        it, but not in use. Scores then carry a common factor.
     order : {"raster", "native"}
         By place, as released, or in order of choice; a smaller budget then gives a prefix of a larger one.
 
     Notes
     -----
-    Deviations from the released code. Minimum and maximum of r are those of the image, not of the batch; where all
-    patches are equally relevant, r = 1 instead of a division by zero. Once the kept patches span all others (B beyond
-    the rank of L) the released code takes roots of rounding errors; here the rest is filled by falling r, with role
-    ``"padding"``. The released ``space`` is ``"projected"``; the default ``"tap"`` needs no projector.
+    Deviations from the released code. Minimum and maximum of r are those of the image, not of the batch; where they
+    differ by no more than 1e-6, r = 1 instead of a division by rounding errors or zero. Once the kept patches span all
+    others (B beyond the rank of L) the released code takes roots of rounding errors; here the rest is filled by falling
+    r, with role ``"padding"``. The release compares in ``space="projected"``; ``"tap"`` needs no projector.
     """
 
     budget: int
@@ -123,7 +123,7 @@ class CDPruner(Reducer):
         """Relevance of each patch to the question, brought to (0, 1]."""
         if self.relevance == "none":
             return np.ones(len(tokens), np.float32)
-        if "text" not in tokens.signals:
+        if "text" not in tokens.signals or not len(tokens.signals["text"]):
             raise MissingSignal(
                 "cdpruner chooses patches for a question, and these tokens do not carry one. Give its embedding in "
                 "CLIP's joint space as VisualTokens(..., signals={'text': ..., 'joint': ...}), or set "
@@ -135,7 +135,7 @@ class CDPruner(Reducer):
         r = like.mean(1).cpu().numpy()
         r = -r if self.negate else r
         span = r.max() - r.min()
-        r = (r - r.min() + np.float32(LEAST)) / span if span > 0 else np.ones_like(r)
+        r = (r - r.min() + np.float32(LEAST)) / span if span > LEAST else np.ones_like(r)
         if self.theta is None:
             return r
         # a common factor on r changes no choice, and this one keeps the exponential from overflowing

@@ -89,7 +89,9 @@ class GTP(Reducer):
         if self.budget > n:
             raise unmet(self.name, self.budget, n, f"its {n} patches")
         if self.select == "attention":
-            important = importance(read_signal(tokens, "attention", self.name, (None, n, n)))
+            important = importance(read_signal(tokens, "attention", self.name, (None, n, n), check=False))
+            if not bool(important.isfinite().all()):
+                raise BadTokens("attention holds NaN or infinite values. Run the encoder in float32 or bfloat16.")
         else:
             unit = directions(tokens.patches)
             important = -(unit @ unit.sum(0)).float()
@@ -145,19 +147,18 @@ def _similar(patches: Tensor, k: int) -> Tensor:
     last = rough.topk(k, dim=1).values[:, -1:]
     precision = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
     slack = 2 * ((width + 8) * 2.0**-24 + precision)
-    above, unsure = rough > last + slack, (rough - last).abs() <= slack
-    several = unsure.sum(1) > 1  # a single one is the k-th itself
-    if not bool(several.any()):
-        return above | unsure
-    at = several.nonzero()[:, 0]
-    row, column = unsure[at].nonzero(as_tuple=True)
+    joined = rough >= last - slack
+    open_ = (joined.sum(1) > k).nonzero()[:, 0]
+    if len(open_) == 0:
+        return joined
+    above = rough[open_] > last[open_] + slack
+    row, column = (joined[open_] & ~above).nonzero(as_tuple=True)
     if len(row) > 2 * n:
         exact = (unit @ unit.T).float().fill_diagonal_(-torch.inf)
         return exact >= exact.topk(k, dim=1).values[:, -1:]
-    exact = above[at].float() * 4 - 2  # beyond any cosine, either way
-    exact[row, column] = (unit[at[row]] * unit[column]).sum(1).float()
-    joined = above | unsure
-    joined[at] = exact >= exact.topk(k, dim=1).values[:, -1:]
+    exact = above * 4.0 - 2.0  # beyond any cosine, either way
+    exact[row, column] = (unit[open_[row]] * unit[column]).sum(1).float()
+    joined[open_] = exact >= exact.topk(k, dim=1).values[:, -1:]
     return joined
 
 
@@ -215,31 +216,28 @@ def gtp_step(
     kept, gone = rank[: n - propagated], rank[n - propagated :]
     if order == "raster":
         kept = kept.sort().values
-    passed = reach = alpha * graph[kept][:, gone]
-    among = alpha * graph[gone][:, gone] if hops > 1 else reach
+    matrix = reach = (alpha * graph[kept]).index_fill_(1, kept, 0.0)
     for _ in range(hops - 1):
-        reach = reach @ among
-        passed = passed + reach
-    kept, gone, passed, score = kept.cpu(), gone.cpu(), passed.cpu(), important.detach()[kept].float().cpu()
+        reach = (alpha * (reach @ graph)).index_fill_(1, kept, 0.0)
+        matrix = matrix + reach
+    kept, gone, matrix = kept.cpu(), gone.cpu(), matrix.detach().float().cpu()
 
     m = len(kept)
-    matrix = torch.zeros(m, n)
-    matrix[:, gone] = passed
-    matrix[torch.arange(m), kept] = 1.0
-    entries = matrix.nonzero()
     assigned = torch.full((n,), -1)
+    most, receiver = matrix.max(0)  # a patch that goes is stood for by whoever gets most of it
+    assigned[gone] = torch.where(most > 0, receiver, -1)[gone]
     assigned[kept] = torch.arange(m)
-    most, receiver = passed.max(0)  # what is passed on is stood for by whoever got most of it
-    assigned[gone] = torch.where(most > 0, receiver, -1)
+    matrix[torch.arange(m), kept] = 1.0
+    row, column = matrix.nonzero(as_tuple=True)
     return Reduction(
-        sources=entries[:, 1],
-        weights=matrix[entries[:, 0], entries[:, 1]],
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), entries[:, 0].bincount(minlength=m).cumsum(0)]),
+        sources=column,
+        weights=matrix[row, column],
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), row.bincount(minlength=m).cumsum(0)]),
         anchor=kept,
         concept=torch.full((m,), -1),
         role=("primary",) * m,
         grid=grid or (1, n),
         by=by,
         assigned=assigned,
-        score=score,
+        score=important.detach().float().cpu()[kept],
     )

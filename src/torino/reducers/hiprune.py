@@ -1,7 +1,7 @@
 """HiPrune: patches that a middle block attends to, their neighbours, and patches that a deep block attends to.
 
 HiPrune: Hierarchical Attention for Efficient Token Pruning in Vision-Language Models (Liu, Zhu, Du et al., ACL
-Findings 2026, arXiv 2508.00553). Written from the description of the method; no code of the authors is used.
+Findings 2026, arXiv 2508.00553). Written from descriptions of the method and of the released code.
 """
 
 from __future__ import annotations

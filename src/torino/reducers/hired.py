@@ -116,7 +116,8 @@ def tile_budgets(
     fidelity : {"released", "paper"}
         Which patches of the base view belong to a tile. The release reshapes the row-major map to
         (tile rows, tile columns, -1), so its "tiles" are runs of consecutive patches, horizontal bands of the image
-        whatever the layout. ``"paper"`` takes the patches that lie where the tile lies, by their centres.
+        whatever the layout. ``"paper"`` takes the patches that lie where the tile lies, by their centres; content is
+        counted alike in both.
     exact : bool
         Whether the shares sum up to the budget: fractions go to the largest remainders, ties to the first tile, and
         what does not fit into a tile goes to the others in proportion, at last to the base view. Without it fractions
@@ -129,8 +130,10 @@ def tile_budgets(
 
     Examples
     --------
-    >>> attention = torch.tensor([[9.0, 1, 8, 1], [7, 1, 6, 1]]).flatten()  # content in columns 0 and 2
+    >>> attention = torch.tensor([[9.0, 8, 1, 1], [7, 6, 1, 1]]).flatten()  # all content is on the left
     >>> tile_budgets(attention, (2, 4), (1, 2), 10, fidelity="paper")
+    [5, 5, 0]
+    >>> tile_budgets(attention, (2, 4), (1, 2), 10)  # as released, by the upper and the lower half
     [5, 3, 2]
     """
     rows, columns = grid

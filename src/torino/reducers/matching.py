@@ -24,6 +24,7 @@ from torch import Tensor
 from torino.reduction import Reduction
 
 Order = Literal["raster", "native"]
+TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ def cosines(rows: Tensor, columns: Tensor) -> Tensor:
 def directions(vectors: Tensor) -> Tensor:
     """Vectors of unit length in float64; those of no length stay zero."""
     wide = vectors.detach().double()
-    return wide / wide.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return wide / wide.norm(dim=1, keepdim=True).clamp(min=TINY)
 
 
 def removals(patches: int, budget: int, *, cls_first: bool, steps: int | None = None) -> list[int]:
@@ -122,14 +123,17 @@ def match(metric: Tensor, r: int, *, cls_first: bool, penalty: Tensor | None = N
     >>> found.merged, found.into  # the third token into the fourth, which points the same way
     (tensor([2]), tensor([3]))
     """
-    positions = torch.arange(len(metric), device=metric.device)
-    sources, targets = positions[int(cls_first) :: 2], positions[int(not cls_first) :: 2]
-    best, nearest = cosines(metric[sources], metric[targets]).max(1)  # the first of equals
+    a, b = slice(int(cls_first), None, 2), slice(int(not cls_first), None, 2)
+    wide = metric.detach().double()
+    inverse = wide.norm(dim=1).clamp(min=TINY).reciprocal()
+    similar = (wide[a] @ wide[b].T).mul_(inverse[a, None]).mul_(inverse[b]).float()
+    best, nearest = similar.max(1)  # the first of equals
     if penalty is not None:
-        best = (best.double() - penalty[sources]).float()
+        best = (best.double() - penalty[a]).float()
     rank = best.argsort(descending=True, stable=True)
     gone, left = rank[:r], rank[r:]
-    return Match(sources[gone], targets[nearest[gone]], sources[left], targets)
+    positions = torch.arange(len(metric), device=metric.device)
+    return Match(positions[a][gone], positions[b][nearest[gone]], positions[a][left], positions[b])
 
 
 def fold(
@@ -140,21 +144,22 @@ def fold(
     ``metric`` (N, d) is merged as the tokens are, weighted by size; ``penalty`` (N,) by the plain mean of the tokens
     that meet. ``between`` is the order of the sequence from one step to the next, and so decides what is a source.
     """
+    steps = [r for r in steps if r > 0]
     sums = metric.detach().double()  # a sum points where the mean does, and only directions are compared
     label = leader = torch.arange(len(metric), device=metric.device)
-    for r in steps:
-        if r == 0:
-            continue
+    for number, r in enumerate(steps, start=1):
         found = match(sums, r, cls_first=cls_first, penalty=penalty)
         stay = found.stay(between, cls_first)
-        place = torch.empty_like(leader)
+        place = torch.empty(len(sums), dtype=torch.int64, device=sums.device)
         place[stay] = torch.arange(len(stay), device=place.device)
-        place[found.merged] = place[found.into]
+        into = place[found.into]
+        place[found.merged] = into
         label, leader = place[label], leader[stay]
-        sums = sums[stay].index_add_(0, place[found.merged], sums[found.merged])
+        if number == len(steps):
+            break
+        sums = sums[stay].index_add_(0, into, sums[found.merged])
         if penalty is not None:
-            total = penalty[stay].index_add_(0, place[found.merged], penalty[found.merged])
-            penalty = total / place.bincount()
+            penalty = penalty[stay].index_add_(0, into, penalty[found.merged]) / place.bincount()
     return Folded(label, leader)
 
 

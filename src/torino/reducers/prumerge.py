@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from torino.errors import UnmetBudget
+from torino.errors import BadTokens, UnmetBudget
 from torino.packed import offsets_of
 from torino.reducers.base import Reducer, register
 from torino.reducers.sentences import check_choice, check_count, check_flag, read_signal
@@ -83,7 +83,7 @@ class PruMerge(Reducer):
         """Plan one image."""
         n = len(tokens)
         attention = read_signal(tokens, ATTENTION, self.name, (n,)).float().cpu()
-        keys = read_signal(tokens, KEYS, self.name, (n, None)).float()
+        keys = read_signal(tokens, KEYS, self.name, (n, None), check=False).float()
         if self.budget is not None and self.budget > n:
             raise UnmetBudget(
                 f"{self.name} cannot give {self.budget} tokens for an image of {n} patches: each centre is another "
@@ -141,7 +141,13 @@ def outliers(attention: Tensor) -> int:
 def nearest(keys: Tensor, centres: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` other patches of highest cosine with each centre, by place, and their cosines; both (k, count)."""
     at = centres.to(keys.device)
-    inverse = 1 / torch.linalg.vector_norm(keys, dim=1).clamp(min=1e-12)
+    length = torch.linalg.vector_norm(keys, dim=1)
+    if not bool(torch.isfinite(length).all()):  # this looks for NaN at a fraction of the cost of looking at all keys
+        if not bool(torch.isfinite(keys).all()):
+            raise BadTokens(f"{KEYS} holds NaN or infinite values. Run the encoder in float32 or bfloat16.")
+        keys = keys / keys.abs().max()
+        length = torch.linalg.vector_norm(keys, dim=1)
+    inverse = 1 / length.clamp(min=1e-12)
     cosine = (keys[at] @ keys.T).mul_(inverse).mul_(inverse[at, None])
     cosine.scatter_(1, at[:, None], -torch.inf)  # no centre is its own neighbour
     values, near = cosine.topk(count + 1, dim=1)

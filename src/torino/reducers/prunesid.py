@@ -1,7 +1,7 @@
 """PruneSID: group patches by principal components, drop near-duplicates within each group, share out the budget.
 
 Prune Redundancy, Preserve Essence: Vision Token Compression in VLMs via Synergistic Importance-Diversity (Fang, Lyu,
-Zhang et al., ICLR 2026, arXiv 2603.09480). Written from the description of the method; no code of the authors is used.
+Zhang et al., ICLR 2026, arXiv 2603.09480). Written from descriptions of the method and of the released code.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class PruneSID(Reducer):
         channels, and emits the CLS token. ``"paper"`` scores by the loading |V_i,g(i)|, subtracts the mean over
         patches, emits patches only, and needs no signal beyond them.
     decomposition : {"exact", "randomised"}
-        V from an eigendecomposition of ZZᵀ in float64, or from a randomised range finder with two power iterations in
-        float32, as released; faster, close to it, and no longer independent of the numbering of the patches.
+        V from an eigendecomposition of ZZᵀ in float64, or, as released, from a randomised range finder of K columns
+        with two power iterations in float32: several times faster, approximate in the weaker directions, and dependent
+        on the numbering of the patches.
     dynamic : bool
         Let the image decide: B = round(mean_budget·φ/mean_information), with φ = 1 − ρ its information, but at least 4
         and at most all tokens.
@@ -151,7 +152,7 @@ class PruneSID(Reducer):
         score = loading.max(1)
         if self.fidelity == "released":
             attention = read_signal(tokens, "cls_attention", self.name, (None, n))
-            score = attention.detach().float().sum(0).double().cpu().numpy()
+            score = attention.detach().float().sum(0).cpu().double().numpy()
 
         order = np.lexsort((-score, group))  # group by group, best first, ties by rising index
         kept = suppress(unit, threshold(budget, rho), order, group)
@@ -178,10 +179,9 @@ class PruneSID(Reducer):
         return budget
 
     def _loading(self, patches: Tensor, groups: int) -> NDArray[np.float64]:
-        """|V|, the weight of each patch in each principal direction, shape (N, K); those without variance are left out."""
+        """|V|, the weight of each patch in each principal direction, (N, K); those without variance are left out."""
         exact = self.decomposition == "exact"
-        z = patches.detach().float().sigmoid()
-        z = z.double() if exact else z
+        z = patches.detach().float().to(torch.float64 if exact else torch.float32).sigmoid()
         size = float(z.norm())
         z = z - z.mean(1 if self.fidelity == "released" else 0, keepdim=True)
         groups = min(groups, *z.shape)

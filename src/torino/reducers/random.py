@@ -16,7 +16,7 @@ from torino.reduction import Reduction
 from torino.tokens import VisualTokens
 
 Order = Literal["raster", "native"]
-SAMPLE = 64  # patches that the fingerprint reads
+SAMPLE = 16  # patches that the fingerprint reads
 STEP = 0.25  # its resolution, coarse against rounding in the encoder
 
 
@@ -73,7 +73,7 @@ class Random(Reducer):
 def fingerprint(patches: Tensor) -> bytes:
     """A few bytes that tell one image from another, mostly the same after rounding errors in the encoder.
 
-    Of up to 64 patches spread over the image, the sum with alternating signs over the norm, in steps of a quarter.
+    Of up to 16 patches spread over the image, the sum with alternating signs over the norm, in steps of a quarter.
     Hashing every bit instead would be slower, and would call an image another one when the encoder, run on another
     batch, rounds its last bits differently.
     """

@@ -40,13 +40,18 @@ def unmet(reducer: str, budget: int, most: int, why: str) -> UnmetBudget:
     return UnmetBudget(f"{reducer} cannot give {budget} tokens for this image: {why} make {most} at most. Lower it.")
 
 
-def read_signal(tokens: VisualTokens, name: str, wanted_by: str, shape: tuple[int | None, ...]) -> Tensor:
-    """Return a signal of the wanted shape, where None stands for any size, or say what is wrong with it."""
-    value = tokens.signal(name, wanted_by)
+def read_signal(
+    tokens: VisualTokens, name: str, wanted_by: str, shape: tuple[int | None, ...], *, check: bool = True
+) -> Tensor:
+    """Return a signal of the wanted shape, where None stands for any size, or say what is wrong with it.
+
+    ``check=False`` leaves it to the caller to look for NaN in what comes of a large one.
+    """
+    value = tokens.signal(name, wanted_by).detach()
     fits = value.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, value.shape, strict=True))
     if not fits:
         wanted = " x ".join("any" if size is None else str(size) for size in shape)
         raise BadTokens(f"{wanted_by} reads {name} of shape ({wanted}), got {tuple(value.shape)}.")
-    if not bool(torch.isfinite(value.detach().sum())) and not bool(torch.isfinite(value).all()):
+    if check and not bool(torch.isfinite(value).all()):
         raise BadTokens(f"{name} holds NaN or infinite values. Run the encoder in float32 or bfloat16.")
     return value

@@ -56,6 +56,8 @@ class Torino(Reducer):
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise BadParameter(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if self.budget is not None and self.budget > 2**31:
+            raise BadParameter(f"budget must be a number of tokens that fits into memory, got {self.budget}.")
         if self.delta > self.k:
             raise BadParameter(
                 f"delta must be between 1 and k={self.k}, got {self.delta}: "
@@ -73,7 +75,7 @@ class Torino(Reducer):
 
     @abstractmethod
     def pool(self, representative: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which patches padding may draw from (Eq. 11), given which ones represent a group."""
+        """Which patches padding may draw from (Eq. 12), given which ones represent a group."""
 
     @abstractmethod
     def weigh(self, size: Ints) -> Floats | None:
@@ -105,7 +107,7 @@ class Torino(Reducer):
 
         members = np.lexsort((-peak, label))  # stable: within a group by falling peak, ties by rising patch
         first = size.cumsum() - size
-        leader = members[first]  # i*_g, Eq. 8
+        leader = members[first]  # i*_g, Eq. 9
         kept = self._keep(size, group_image)
         padding = self._pad(peak, leader, patch_image, groups.counts.numpy())
 
@@ -163,7 +165,7 @@ class Torino(Reducer):
         return ReductionBatch.of(reductions)
 
     def _keep(self, size: Ints, image: Ints) -> Ints:
-        """Truncation: the ``budget`` largest groups of each image, ties to the first (Eq. 10)."""
+        """Truncation: the ``budget`` largest groups of each image, ties to the first (Eq. 11)."""
         if self.budget is None:
             return np.arange(len(size))
         order = np.lexsort((-size, image))
@@ -195,7 +197,7 @@ class TorinoPrune(Torino):
     """Keep the patch with the highest peak activation of each concept group (TORINO-P).
 
     Patches that share at least ``delta`` of their ``k`` strongest concepts are linked; of each connected
-    group the patch with the highest a(i) is kept unchanged (Eq. 8; ties to the lowest index).
+    group the patch with the highest a(i) is kept unchanged (Eq. 9; ties to the lowest index).
 
     Parameters
     ----------
@@ -231,7 +233,7 @@ class TorinoMerge(Torino):
     """Merge each concept group into one token, its log-size-rescaled mean (TORINO-M).
 
     Patches that share at least ``delta`` of their ``k`` strongest concepts are linked; each connected group
-    G becomes (1 + ln|G|)/|G| times the sum of its patches (Eq. 9), in the place of its patch with the highest
+    G becomes (1 + ln|G|)/|G| times the sum of its patches (Eq. 10), in the place of its patch with the highest
     a(i).
 
     Parameters

@@ -32,9 +32,10 @@ class VisionZip(Reducer):
     its own. The authors' splits of 192, 128 and 64 are 162 + 30, 108 + 20 and 54 + 10, so M = 5/32·B, rounded.
 
     As released, a contextual token is its target *plus* the mean of the patches that go to it, with weights that
-    sum to 2 (1 if none goes there); the paper speaks of an average. A contextual token takes the place of its
-    target. The CLS token is part of the output and of the budget. Not permutation equivariant: targets are picked
-    by place. Ties go to the lowest index, which the release leaves open.
+    sum to 2 (1 if none goes there), so about twice as long as a patch; merged as the word is commonly meant, it would
+    be the mean of them all. It takes the place of its target. The CLS token is part of the output and of the
+    budget. Not permutation equivariant: targets are picked by place. Ties go to the lowest index, which the release
+    leaves open.
 
     Parameters
     ----------
@@ -43,7 +44,7 @@ class VisionZip(Reducer):
     contextual : int, optional
         How many of them are contextual, from 1 to budget − 2; 5/32 of the budget unless given.
     fidelity : {"released", "paper"}
-        Target plus mean, or the plain mean of the target and all that go to it.
+        Target plus mean, or the plain mean of the target and all that go to it (our reading of "merge").
     order : {"raster", "native"}
         By place, CLS last; or as released: CLS, dominant by place, contextual by place of the target.
     """

@@ -20,7 +20,7 @@ from torino.errors import BadParameter
 from torino.reducers import Reducer
 from torino.vlm.caller import Caller
 from torino.vlm.host import Host, Positions, host_of
-from torino.vlm.repack import Side
+from torino.vlm.repack import FILL, Side
 from torino.vlm.trace import Trace
 
 
@@ -90,6 +90,7 @@ def reduced(model: nn.Module, reducer: Reducer, *, positions: Positions = "compa
         yield setting.trace
     finally:
         setting.over.set()
+        setting.host.close()
         _uninstall(model)
         # a generator may be closed from another context, to which the token is foreign; the event has ended it then
         with suppress(ValueError):
@@ -112,6 +113,7 @@ def remove(model: nn.Module) -> None:
     with _lock:
         door = _door(model)
         if door is not None and door.everywhere is not None:
+            door.everywhere.host.close()
             door.everywhere = None
             _uninstall(model)
 
@@ -245,6 +247,8 @@ def _generate(setting: Setting, stock: Callable[..., Any], given: dict[str, Any]
     caller.check()
     with torch.no_grad():
         shrunk = setting.shrink(caller.inputs, "left")
+    if setting.positions == "original" and given.get("use_cache") is False:
+        shrunk = _with_padding(shrunk)
     return caller.receive(stock(**caller.translate(shrunk)))
 
 
@@ -254,6 +258,18 @@ def _forward(setting: Setting, stock: Callable[..., Any], given: dict[str, Any])
         return stock(**given)
     _check_cache(setting.host, given)
     return stock(**setting.shrink(given, None))
+
+
+def _with_padding(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Put a token of padding in front of a prompt that has none.
+
+    ``generate`` drops a mask that is all ones, and without mask and cache transformers takes gaps in the positions for
+    the seams of packed prompts, and masks across them.
+    """
+    if not bool(inputs["attention_mask"].all()):
+        return inputs
+    along = {name: fill for name, fill in {**FILL, "input_ids": 0, "position_ids": 0}.items() if name in inputs}
+    return inputs | {name: nn.functional.pad(inputs[name], (1, 0), value=fill) for name, fill in along.items()}
 
 
 def _check_cache(host: Host, given: Mapping[str, Any]) -> None:

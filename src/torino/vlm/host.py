@@ -110,6 +110,9 @@ class Host(ABC):
         rows = [row[at.to(row.device)] for row, at in zip(place, done.kept, strict=True)]
         return {"position_ids": done.spread(rows, 0)}
 
+    def close(self) -> None:
+        """Give back whatever was changed in the model; called when its reduction ends."""
+
     # ------------------------------------------------------------------ what all families share
 
     def shrink(

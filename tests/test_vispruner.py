@@ -1,0 +1,239 @@
+"""VisPruner: cases by hand, and the published rule transcribed as it is written."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import pytest
+import torch
+from torch import Tensor
+
+from torino import BadParameter, UnmetBudget, VisualTokens
+from torino.errors import MissingSignal
+from torino.reducers import get, make
+from torino.reducers.hired import FasterVLM
+from torino.reducers.vispruner import VisPruner
+from torino.testing import check_reducer
+
+
+def image(patches: Tensor, attention: Tensor) -> VisualTokens:
+    return VisualTokens(patches, (1, len(patches)), cls_attention=attention.reshape(-1, len(patches)))
+
+
+def falling(n: int) -> Tensor:
+    return torch.arange(n, 0, -1.0) / 1024
+
+
+def native(tokens: VisualTokens, budget: int, ratio: float = 0.5) -> list[int]:
+    return VisPruner(budget, ratio, order="native").plan(tokens).sources.tolist()
+
+
+def cosine(one: list[float], two: list[float]) -> float:
+    length = sqrt(sum(a * a for a in one)) * sqrt(sum(b * b for b in two))
+    # rounded, so that what ties in exact arithmetic ties here
+    return round(sum(a * b for a, b in zip(one, two, strict=True)) / length, 6) if length else 0.0
+
+
+def slow(patches: Tensor, attention: Tensor, budget: int, ratio: float) -> tuple[list[int], list[int], dict[int, int]]:
+    """The rule with lists and loops: important ones, diverse ones, and which odd each dropped patch went for."""
+    rows, heads = patches.double().tolist(), attention.double().tolist()
+    n = len(rows)
+    mean = [sum(head[i] for head in heads) / len(heads) for i in range(n)]
+    ranked = sorted(range(n), key=lambda i: (-mean[i], i))
+    important, residual = ranked[: int(budget * ratio)], ranked[int(budget * ratio) :]
+    wanted = budget - len(important)
+    went: dict[int, int] = {}
+    if wanted == 0:
+        return important, [], went
+    while len(residual) > wanted:
+        excess = min(8, len(residual) - wanted)
+        evens = [residual[p] for p in range(len(residual)) if p % 2 == 0]
+        odds = [residual[p] for p in range(len(residual)) if p % 2 == 1]
+        best: list[float] = []
+        partner: list[int] = []
+        for even in evens:
+            values = [cosine(rows[even], rows[odd]) for odd in odds]
+            best.append(max(values))
+            partner.append(odds[values.index(max(values))])
+        by_similarity = sorted(range(len(evens)), key=lambda p: (-best[p], p))
+        for p in by_similarity[:excess]:
+            went[evens[p]] = partner[p]
+        residual = [evens[p] for p in by_similarity[excess:]] + odds
+    return important, residual, went
+
+
+# ---------------------------------------------------------------------- by hand
+
+
+def test_identical_tokens() -> None:
+    # important: 0, 1. Others 2..9: evens 2 4 6 8, of which the first four are dropped; odds 3 5 7 9; then
+    # evens 3 7, odds 5 9: both evens are dropped
+    tokens = image(torch.ones(10, 3), falling(10))
+    assert native(tokens, 4) == [0, 1, 5, 9]
+    plan = VisPruner(4).plan(tokens)
+    assert plan.role == ("primary", "primary", "diverse", "diverse")
+    # 2, 4, 6, 8 went for 3, the first of the odds; 3 and 7 for 5
+    assert plan.assigned.tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 2, 3]
+
+
+def test_duplicates_are_dropped_and_others_stay() -> None:
+    # others 0..5 by attention: evens 0 2 4, odds 1 3 5; 2 and 3 are alike, all else is orthogonal
+    patches = torch.eye(6)
+    patches[3] = patches[2]
+    plan = VisPruner(5, important_ratio=0, order="native").plan(image(patches, falling(6)))
+    assert plan.sources.tolist() == [0, 4, 1, 3, 5]
+    assert plan.assigned.tolist() == [0, 2, 3, 3, 1, 4]
+    assert set(plan.role) == {"diverse"}
+
+
+def test_four_orthogonal_clusters() -> None:
+    label = torch.tensor([0, 1, 2, 3] * 4)
+    kept = VisPruner(4, important_ratio=0).plan(image(torch.eye(4)[label], falling(16)))
+    # evens 0 2 4 .. are of clusters 0 and 2, odds of 1 and 3: nothing is alike, and the first eight evens go
+    # after that, the odds 1 3 5 7 9 11 13 15: evens 1 5 9 13, odds 3 7 11 15
+    assert kept.sources.tolist() == [3, 7, 11, 15]
+
+
+def test_one_hot_attention() -> None:
+    for hot in range(6):
+        tokens = image(torch.eye(6), torch.eye(6)[hot])
+        assert native(tokens, 2)[0] == hot
+        assert native(tokens, 3, 1.0) == [hot, *[i for i in range(6) if i != hot][:2]]
+
+
+def test_the_split_is_the_whole_part() -> None:
+    tokens = image(torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), falling(30))
+    for budget, ratio, important in [(1, 0.5, 0), (2, 0.5, 1), (7, 0.5, 3), (8, 0.75, 6), (9, 0.0, 0), (9, 1.0, 9)]:
+        plan = VisPruner(budget, ratio).plan(tokens)
+        assert plan.role.count("primary") == important
+        assert plan.sources[:important].tolist() == list(range(important))
+
+
+def test_all_one_and_a_single_patch() -> None:
+    source = torch.Generator().manual_seed(0)
+    tokens = image(torch.randn(9, 5, generator=source), torch.rand(2, 9, generator=source))
+    for ratio in (0.0, 0.5, 1.0):
+        plan = VisPruner(9, ratio).plan(tokens)
+        assert plan.sources.tolist() == plan.assigned.tolist() == list(range(9))
+        assert len(VisPruner(1, ratio).plan(tokens)) == 1
+        assert VisPruner(1, ratio).plan(image(torch.ones(1, 2), torch.ones(1))).sources.tolist() == [0]
+
+
+def test_with_ratio_one_it_is_fastervlm() -> None:
+    source = torch.Generator().manual_seed(0)
+    tokens = image(torch.randn(40, 5, generator=source), torch.rand(2, 40, generator=source))
+    for budget in (1, 7, 40):
+        plan, other = VisPruner(budget, 1.0).plan(tokens), FasterVLM(budget).plan(tokens)
+        assert torch.equal(plan.sources, other.sources)
+        assert torch.equal(plan.score, other.score)
+        assert torch.equal(plan.assigned, other.assigned)
+
+
+# ---------------------------------------------------------------------- the published rule
+
+
+def cases(kind: str, seed: int, n: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    patches, attention = torch.randn(n, 5, generator=source), torch.rand(2, n, generator=source)
+    if kind == "tied":  # cosines are -1, 0 or 1, attention a multiple of 1/4
+        patches = torch.eye(5)[torch.randint(5, (n,), generator=source)]
+        patches *= 1 - 2 * torch.randint(2, (n, 1), generator=source)
+        attention = torch.randint(3, (2, n), generator=source) / 4
+    if kind == "duplicates":
+        patches = patches[torch.randint(min(4, n), (n,), generator=source)]
+    if kind == "degenerate":
+        patches *= torch.rand(n, 1, generator=source) < 0.5
+        attention *= torch.rand(n, generator=source) < 0.5
+    return patches, attention
+
+
+@pytest.mark.parametrize("kind", ["random", "tied", "duplicates", "degenerate"])
+@pytest.mark.parametrize("ratio", [0.5, 0.75, 0.0, 1.0])
+def test_equals_the_transcription(kind: str, ratio: float) -> None:
+    for seed, n in enumerate([1, 2, 5, 16, 31, 47]):
+        patches, attention = cases(kind, seed, n)
+        for budget in sorted({1, 2, n // 3 + 1, n // 2 + 1, n} & set(range(1, n + 1))):
+            important, diverse, went = slow(patches, attention, budget, ratio)
+            plan = VisPruner(budget, ratio, order="native").plan(image(patches, attention))
+            assert plan.sources.tolist() == important + diverse
+            assert plan.role == ("primary",) * len(important) + ("diverse",) * len(diverse)
+            for patch in range(n):
+                stands = patch
+                while stands in went:
+                    stands = went[stands]
+                where = (important + diverse).index(stands) if stands in important + diverse else -1
+                assert int(plan.assigned[patch]) == where
+            raster = VisPruner(budget, ratio).plan(image(patches, attention))
+            assert raster.sources.tolist() == sorted(important + diverse)
+
+
+def test_odd_numbers_of_others_work() -> None:
+    """The release fails for 130 of 576: it has 511 others."""
+    source = torch.Generator().manual_seed(2)
+    tokens = image(torch.randn(576, 8, generator=source), torch.rand(1, 576, generator=source))
+    for budget in (47, 130, 191):
+        plan = VisPruner(budget).plan(tokens)
+        assert len(set(plan.sources.tolist())) == budget
+
+
+# ---------------------------------------------------------------------- places
+
+
+def test_permuted_patches_are_kept_alike_where_attention_has_no_ties() -> None:
+    for seed in range(5):
+        source = torch.Generator().manual_seed(seed)
+        patches, attention = torch.randn(50, 8, generator=source), torch.rand(3, 50, generator=source)
+        order = torch.randperm(50, generator=source)
+        permuted = native(image(patches[order], attention[:, order]), 21)
+        assert [int(order[pick]) for pick in permuted] == native(image(patches, attention), 21)
+
+
+def test_permuted_patches_are_not_kept_alike_where_attention_ties() -> None:
+    source = torch.Generator().manual_seed(0)
+    patches, order = torch.randn(50, 8, generator=source), torch.randperm(50, generator=source)
+    one, two = native(image(patches, torch.ones(50)), 21, 0.0), native(image(patches[order], torch.ones(50)), 21, 0.0)
+    assert {int(order[pick]) for pick in two} != set(one)
+
+
+# ---------------------------------------------------------------------- the house
+
+
+@pytest.mark.parametrize("order", ["raster", "native"])
+@pytest.mark.parametrize("ratio", [0.5, 0.75, 0.0, 1.0])
+@pytest.mark.parametrize("budget", [1, 2, 7, 15, 16, 64])
+def test_contract(budget: int, ratio: float, order: str) -> None:
+    check_reducer(make("vispruner", budget=budget, important_ratio=ratio, order=order))
+
+
+def test_takes_other_precisions_and_gradients() -> None:
+    source = torch.Generator().manual_seed(0)
+    patches = torch.randint(-9, 10, (30, 8), generator=source).float()
+    attention = torch.randperm(30, generator=source) / 64
+    expected = native(image(patches, attention), 9)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        assert native(image(patches.to(dtype), attention.to(dtype)), 9) == expected
+    assert native(image(patches.clone().requires_grad_(), attention.clone().requires_grad_()), 9) == expected
+
+
+def test_errors() -> None:
+    for budget in (0, -1, 2.0, True, None):
+        with pytest.raises(BadParameter, match="budget must be a whole number of at least 1, got"):
+            VisPruner(budget)  # type: ignore[arg-type]
+    for ratio in (-0.1, float("nan"), "1", None):
+        with pytest.raises(BadParameter, match="important_ratio must be a finite number of at least 0, got"):
+            VisPruner(3, ratio)  # type: ignore[arg-type]
+    with pytest.raises(BadParameter, match=r"important_ratio must be between 0 and 1, got 1\.5"):
+        VisPruner(3, 1.5)
+    with pytest.raises(BadParameter, match="order must be one of 'raster', 'native', got 'spiral'"):
+        VisPruner(3, order="spiral")  # type: ignore[arg-type]
+    with pytest.raises(UnmetBudget, match="vispruner cannot give 5 tokens for this image: its patches make 4 at most"):
+        VisPruner(5).plan(image(torch.eye(4), torch.ones(4)))
+    with pytest.raises(MissingSignal, match="vispruner reads cls_attention, and these tokens do not carry it"):
+        VisPruner(2).plan(VisualTokens(torch.eye(4), (2, 2)))
+
+
+def test_says_what_it_is() -> None:
+    assert get("vispruner") is VisPruner
+    assert VisPruner(3, 0.75).spec == "vispruner(budget=3, important_ratio=0.75)"
+    assert VisPruner.needs == {"cls_attention"}
+    assert (VisPruner.merges, VisPruner.adaptive, VisPruner.emits_cls) == (False, False, False)
