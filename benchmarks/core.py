@@ -201,6 +201,31 @@ def measure_memory(n: int, d: int, c: int, seed: int) -> list[list[str]]:
     return rows
 
 
+def verdicts(
+    size: list[list[str]], memory: list[list[str]], grouping: list[list[str]], growth: list[list[str]]
+) -> list[list[str]]:
+    """What was wanted of the largest size, and whether it was met."""
+    share = {name.lstrip("— ").split(" ")[0]: float(value) for name, _, _, value in size}
+    extra = float(memory[-1][1])
+    faster = {row[0]: float(row[4].split()[0]) for row in grouping if not row[0].endswith("1)")}
+    each = [float(row[2]) for row in growth]
+    rows = [
+        ("whole, at most 1.10 of (b)", f"{share['(c)']:.3f}", share["(c)"] <= 1.10),
+        (
+            "grouping and reduction, under 3 % of (b)",
+            f"{share['grouping'] + share['reduction']:.1%}",
+            share["grouping"] + share["reduction"] < 0.03,
+        ),
+        ("extra memory, under 32 MiB", f"{extra:.1f} MiB", extra < 32),
+    ]
+    rows += [
+        (f"grouping at (k, δ) = {name}, at least 50 × (a)", f"{value:.0f} ×", value >= 50)
+        for name, value in faster.items()
+    ]
+    rows += [("cost linear in N", f"{min(each):.0f} to {max(each):.0f} µs a token", max(each) < 1.5 * min(each))]
+    return [[wanted, got, "met" if met else "**not met**"] for wanted, got, met in rows]
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
@@ -215,15 +240,17 @@ def main() -> None:
         (64, 128, [2048], [64, 128]) if given.quick else (576, 1024, [65536, 4096], [576, 1152, 2304, 4608, 9216])
     )
     parts = [f"Measured by `benchmarks/core.py`, seed {seed}, median of {rounds} rounds in turn. {machine()}."]
-    for c in sizes:
-        rows = measure_size(n, d, c, rounds, seed, with_paper=True)
-        parts += [f"**{n} tokens × {d} wide × {c:,} latents, (k, δ) = ({K}, {DELTA})**"]
-        parts += [table(["", "median ms", "best ms", "ratio to (b)"], rows)]
-        print(parts[-2], parts[-1], sep="\n\n", flush=True)
-    parts += [f"**Extra memory at {n} × {d} × {sizes[0]:,}, MiB beyond tokens and weights**"]
-    parts += [table(["", "MiB"], measure_memory(n, d, sizes[0], seed))]
-    print(parts[-2], parts[-1], sep="\n\n", flush=True)
-    parts += [f"**Grouping alone, {n} tokens, milliseconds (mean of repeated calls, as `timeit` does)**"]
+
+    def add(title: str, made: str) -> None:
+        parts.extend([f"**{title}**", made])
+        print(f"**{title}**", made, sep="\n\n", flush=True)
+
+    by_size = {c: measure_size(n, d, c, rounds, seed, with_paper=True) for c in sizes}
+    for c, rows in by_size.items():
+        title = f"{n} tokens × {d} wide × {c:,} latents, (k, δ) = ({K}, {DELTA})"
+        add(title, table(["", "median ms", "best ms", "ratio to (b)"], rows))
+    memory = measure_memory(n, d, sizes[0], seed)
+    add(f"Extra memory at {n} × {d} × {sizes[0]:,}, MiB beyond tokens and weights", table(["", "MiB"], memory))
     headings = [
         "(k, δ)",
         "groups",
@@ -233,12 +260,16 @@ def main() -> None:
         "all pairs, tensor",
         "ours is faster by",
     ]
-    parts += [table(headings, measure_grouping(n, sizes[-1], rounds, seed))]
-    print(parts[-2], parts[-1], sep="\n\n", flush=True)
-    parts += [f"**Growth with the number of tokens, {sizes[-1]:,} latents; the floor here is `x @ W.T`**"]
-    rows = measure_length(d, sizes[-1], lengths, rounds, seed)
-    parts += [table(["tokens", "ms", "µs a token", "ratio to the floor"], rows)]
-    print(parts[-2], parts[-1], sep="\n\n", flush=True)
+    grouping = measure_grouping(n, sizes[-1], rounds, seed)
+    add(
+        f"Grouping alone, {n} tokens, milliseconds (mean of repeated calls, as `timeit` does)",
+        table(headings, grouping),
+    )
+    growth = measure_length(d, sizes[-1], lengths, rounds, seed)
+    title = f"Growth with the number of tokens, {sizes[-1]:,} latents; the floor here is `x @ W.T`"
+    add(title, table(["tokens", "ms", "µs a token", "ratio to the floor"], growth))
+    parts.insert(1, table(["Wanted", "Got", ""], verdicts(by_size[sizes[0]], memory, grouping, growth)))
+    print(parts[1])
     if given.write:
         write_section(given.write, "core", "\n\n".join(parts))
 

@@ -1,7 +1,7 @@
 """Grouping: patches that share at least δ of their top-k concepts, joined into connected components.
 
 Two sets of k concepts share at least δ of them exactly when they share a subset of size δ. So each patch gets
-C(k, δ) keys, one per subset, and the components of the bipartite graph of patches and keys are those of the
+C(k, δ) keys, one per subset, and patches linked to the first one with the same key have the components of the
 paper's token graph: O(N·C(k, δ)) instead of O(k²N²), for all images of a batch at once and with no loop over
 patches or pairs. For δ = k a patch has one key and no graph is needed.
 """
@@ -174,13 +174,18 @@ def _components(symbols: Ints, real: int, delta: int, image: Ints, together: NDA
     key = image[rows]
     for column in subsets.T:
         key = _paired(key, symbols[rows, column[which]], real + k)
-    _, key, count = np.unique(key, return_inverse=True, return_counts=True)
-    key = key.reshape(-1)
-    linking = count[key] > 1  # a key that no other patch has links nothing
+    linked, to = _to_the_first(rows, key)
     extra = together.nonzero()[0]
-    rows = np.concatenate([rows[linking], extra])
-    key = np.concatenate([key[linking], len(count) + image[extra]])  # past every other key: one per image
-    return _linked(rows, patches + key, patches, patches + len(count) + int(image[-1]) + 1)
+    mute, first_mute = _to_the_first(extra, image[extra])
+    return _linked(np.concatenate([linked, mute]), np.concatenate([to, first_mute]), patches)
+
+
+def _to_the_first(patch: Ints, key: Ints) -> tuple[Ints, Ints]:
+    """Link every patch to the first one that has the same key: the same components, and no nodes for keys."""
+    _, index, inverse = np.unique(key, return_index=True, return_inverse=True)
+    first = patch[index][inverse.reshape(-1)]
+    links = patch != first
+    return patch[links], first[links]
 
 
 def _components_by_product(symbols: Ints, real: int, delta: int, image: Ints, together: NDArray[np.bool_]) -> Ints:
@@ -195,18 +200,18 @@ def _components_by_product(symbols: Ints, real: int, delta: int, image: Ints, to
     _, columns = np.unique(columns, return_inverse=True)
     shape = (patches, int(columns.max(initial=0)) + 1)
     has = csr_array((np.ones(len(rows), np.int32), (rows, columns)), shape=shape)
-    label = np.arange(patches)
     has_t = has.T.tocsr()
     extra = together.nonzero()[0]
+    label = np.arange(patches)
+    mute, first_mute = _to_the_first(extra, image[extra])
+    label[mute] = first_mute
     for start in range(0, patches, PRODUCT_ROWS):
         shared = (has[start : start + PRODUCT_ROWS] @ has_t).tocoo()  # only pairs with a real concept in common
         i, j = shared.coords[0] + start, shared.coords[1]
         linked = shared.data + np.minimum(spare[i], spare[j]) >= delta
-        ends = np.concatenate([j[linked], label])
-        label = _linked(np.concatenate([i[linked], np.arange(patches)]), ends, patches, patches)
-        label = _first_member(label)
-    ends = np.concatenate([label, patches + image[extra]])
-    return _linked(np.concatenate([np.arange(patches), extra]), ends, patches, patches + int(image[-1]) + 1)
+        every = np.arange(patches)
+        label = _first_member(_linked(np.concatenate([i[linked], every]), np.concatenate([j[linked], label]), patches))
+    return label
 
 
 def _paired(key: Ints, symbol: Ints, base: int) -> Ints:
@@ -216,16 +221,16 @@ def _paired(key: Ints, symbol: Ints, base: int) -> Ints:
     return key * base + symbol
 
 
-def _linked(left: Ints, right: Ints, patches: int, nodes: int) -> Ints:
-    """Component labels of the first ``patches`` nodes of a graph given by its edges."""
+def _linked(left: Ints, right: Ints, patches: int) -> Ints:
+    """Component labels of patches, given the links between them."""
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
 
     order = left.argsort(kind="stable")
-    starts = np.searchsorted(left[order], np.arange(nodes + 1))
-    graph = csr_array((np.ones(len(left)), right[order], starts), shape=(nodes, nodes))
+    starts = np.searchsorted(left[order], np.arange(patches + 1))
+    graph = csr_array((np.ones(len(left)), right[order], starts), shape=(patches, patches))
     _, label = cast(tuple[int, NDArray[Any]], connected_components(graph, directed=False))
-    return label[:patches].astype(np.int64)
+    return label.astype(np.int64)
 
 
 def _first_member(label: Ints) -> Ints:

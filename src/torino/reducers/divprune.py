@@ -93,14 +93,14 @@ class DivPrune(Reducer):
         )
 
 
-def cosines(x: Tensor) -> Tensor:
-    """Cosine of every pair of rows, (N, D) to (N, N), float32; 0 with a row of no length.
+def cosines(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Cosine of every pair of rows, (N, D) to (N, N); 0 with a row of no length.
 
     Rows that are the same bit for bit have cosine 1 exactly: they are divided by their products with themselves, which
     carry the same rounding error.
     """
-    wide = x.detach().float()
-    wide = wide / wide.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # no square overflows
+    wide = x.detach().to(dtype)
+    wide = wide / wide.abs().amax(1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)  # no square overflows
     gram = wide @ wide.T
     square = gram.diagonal().clone()  # at least 1, as the largest entry is; 0 in rows of no length
     return gram.div_(torch.outer(square, square).clamp_(min=1).sqrt_()).clamp_(-1, 1)

@@ -124,16 +124,16 @@ def match(metric: Tensor, r: int, *, cls_first: bool, penalty: Tensor | None = N
     (tensor([2]), tensor([3]))
     """
     a, b = slice(int(cls_first), None, 2), slice(int(not cls_first), None, 2)
-    wide = metric.detach().double()
-    inverse = wide.norm(dim=1).clamp(min=TINY).reciprocal()
-    similar = (wide[a] @ wide[b].T).mul_(inverse[a, None]).mul_(inverse[b]).float()
-    best, nearest = similar.max(1)  # the first of equals
+    unit = directions(metric)
+    similar = (unit[a] @ unit[b].T).float()
+    best = similar.amax(1)
     if penalty is not None:
         best = (best.double() - penalty[a]).float()
     rank = best.argsort(descending=True, stable=True)
     gone, left = rank[:r], rank[r:]
-    positions = torch.arange(len(metric), device=metric.device)
-    return Match(positions[a][gone], positions[b][nearest[gone]], positions[a][left], positions[b])
+    nearest = similar[gone].argmax(1)  # the first of equals
+    targets = torch.arange(int(not cls_first), len(metric), 2, device=metric.device)
+    return Match(2 * gone + int(cls_first), 2 * nearest + int(not cls_first), 2 * left + int(cls_first), targets)
 
 
 def fold(

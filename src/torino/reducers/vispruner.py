@@ -37,8 +37,10 @@ class VisPruner(Reducer):
     ``"diverse"``. The score is the attention; a dropped patch is stood for by the odd it resembled most, or by
     whatever stands for that one.
 
-    As released, with one difference. The release fails where the number of others is odd; here the evens are then one
-    more than the odds, and everything else is as it says. Ties go to whatever came first.
+    As released, with two differences. The release fails where the number of others is odd; here the evens are then one
+    more than the odds, and everything else is as it says. And cosines are float64: two evens that swap ranks move all
+    between them from one hand to the other, so rounding decides about much of what is kept. On made-up tokens, 192 of
+    576, float32 kept about half of the diverse patches that exact arithmetic keeps. Ties go to whatever came first.
 
     Positions matter only through attention: where no two patches tie in it, a permuted image gives permuted tokens.
 
@@ -85,7 +87,7 @@ class VisPruner(Reducer):
         others = ranked[important:]
         left, stands = np.empty(0, np.int64), np.full(len(others), -1)
         if self.budget > important:
-            similar = cosines(tokens.patches[others.to(tokens.patches.device)]).cpu().numpy()
+            similar = cosines(tokens.patches[others.to(tokens.patches.device)], torch.float64).cpu().numpy()
             left, stands = _without_duplicates(similar, self.budget - important)
         ranked, others = ranked.cpu(), others.cpu()
         kept = torch.cat([ranked[:important], others[torch.from_numpy(left)]])
@@ -99,7 +101,7 @@ class VisPruner(Reducer):
         return replace(plan, role=tuple("primary" if mine else "diverse" for mine in is_important[kept].tolist()))
 
 
-def _without_duplicates(similar: NDArray[np.float32], wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _without_duplicates(similar: NDArray[np.float64], wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Drop duplicates until ``wanted`` are left, at least one; say what is left, and what stands for each."""
     left, stands = np.arange(len(similar)), np.arange(len(similar))
     while len(left) > wanted:
