@@ -14,8 +14,9 @@ from torino.reducers import describe, get, names
 HEAD = """# The method zoo
 
 Every reducer, written anew from its paper and from what its released code does, behind one contract
-(`torino.testing.check_reducer`): `plan(tokens)` gives a `Reduction`, and `budget` is the exact number of tokens handed to the
-language model. This page is made by `scripts/make_zoo.py` from the classes; letters are those of [notation.md](notation.md).
+(`torino.testing.check_reducer`): `plan(tokens)` gives a `Reduction`, and `budget` is the exact number of tokens handed
+to the language model. This page is made by `scripts/make_zoo.py` from the classes; letters are those of
+[notation.md](notation.md).
 """
 
 

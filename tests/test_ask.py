@@ -20,9 +20,9 @@ from PIL import Image
 from torino import SAE, BadFile, BadParameter, SAECard, SAEMismatch, TorinoError, UnknownName, Unreachable, make
 from torino.ask import Answer, KeepShare, ask, open_vlm
 from torino.cli_ask import ask as command
+from torino.images import mean_colour, pad_square
 from torino.reducers import Reducer
 from torino.vlm import Trace
-from torino.images import mean_colour, pad_square
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "USER:", "ASSISTANT:", "what", "is", "this", "?", "how", "many"]
 WORDS += [f"word{number}" for number in range(50)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from torino import SAE, RawEmbedding, Reduction, ReductionBatch, VisualTokens, make, names
-from torino.reducers import Reducer
+from torino import SAE, BadParameter, RawEmbedding, Reduction, ReductionBatch, VisualTokens, make, names
+from torino.reducers import Reducer, describe
 from torino.testing import check_reducer, sample_tokens
 
 WIDTH = 16
@@ -39,9 +39,34 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("encoder", ENCODERS)
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", ["torino-m", "torino-p"])
 def test_contract(name: str, encoder: str, setting: dict[str, Any]) -> None:
     check_reducer(make(name, sae=ENCODERS[encoder], **setting))
+
+
+# What a method cannot do without, beside its budget.
+LEAST = {"visionzip": 3, "prunesid": 2}
+REQUIRED: dict[str, dict[str, Any]] = {"scts": {"sae": ENCODERS["sae"]}}
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5, 7, 15, 16])
+@pytest.mark.parametrize("order", ["raster", "native"])
+@pytest.mark.parametrize("name", [name for name in names() if not name.startswith("torino")])
+def test_contract_of_rivals(name: str, order: str, budget: int) -> None:
+    given = {"budget": budget, "order": order, **REQUIRED.get(name, {})}
+    if budget < LEAST.get(name, 1):
+        with pytest.raises(BadParameter, match="budget"):
+            make(name, **given)
+    else:
+        check_reducer(make(name, **given))
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_method_says_where_it_comes_from(name: str) -> None:
+    told = describe(name)
+    for what in ("summary", "paper", "cost", "original_licence"):
+        assert told[what], f"{name} does not tell its {what}"
+    assert told["summary"].endswith(".")
 
 
 @pytest.mark.parametrize("scale", ["mean", "sqrt", "sum"])

@@ -170,6 +170,11 @@ def test_projected_space() -> None:
         reducer.plan(tokens.with_(signals={"projected": projected[1:]}))
     with pytest.raises(BadTokens, match="projected holds NaN or infinite values"):
         reducer.plan(tokens.with_(signals={"projected": projected.masked_fill(projected > 2, torch.inf)}))
+    for row, value in [(0, torch.nan), (29, torch.nan), (7, torch.inf), (7, -torch.inf)]:
+        broken = projected.clone()
+        broken[row, 3] = value
+        with pytest.raises(BadTokens, match="projected holds NaN or infinite values"):
+            reducer.plan(tokens.with_(signals={"projected": broken}))
 
 
 # ---------------------------------------------------------------------- the house

@@ -171,6 +171,18 @@ def test_neighbours_are_exact_where_float32_cannot_tell() -> None:
         assert torch.equal(token_graph(patches, (8, 10), "semantic") > 0, joined)
 
 
+def test_neighbours_do_not_depend_on_the_precision_torch_is_set_to() -> None:
+    patches = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
+    wanted = token_graph(patches, (10, 10))
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            assert torch.equal(token_graph(patches, (10, 10)), wanted)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_permutation_equivariance_of_meaning_alone() -> None:
     tokens = sample(2, (4, 4), "random")
     turn = torch.randperm(16, generator=torch.Generator().manual_seed(0))

@@ -11,8 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from torino import BadFile, BadParameter
-from torino import images
+from torino import BadFile, BadParameter, images
 from torino.images import as_seen, mean_colour, open_image, pad_square, prepare
 
 

@@ -154,6 +154,11 @@ def test_equals_the_transcription(kind: str, alpha: float) -> None:
             assert plan.score.tolist() == pytest.approx(scores, abs=1e-4)
             assert plan.sources.tolist() == expected
             assert plan.assigned.tolist() == stands
+            raster = Scope(budget, alpha=alpha).plan(image(patches, attention))
+            assert raster.sources.tolist() == sorted(expected)
+            place = [sorted(expected).index(pick) for pick in expected]
+            assert raster.assigned.tolist() == [place[token] if token >= 0 else -1 for token in stands]
+            assert raster.score[place].tolist() == plan.score.tolist()
 
 
 def test_sums_stay_exact() -> None:

@@ -15,12 +15,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from torino.errors import BadFile, BadParameter, TorinoError
+from torino.images import Padding, Picture, as_seen, mean_colour, open_image, prepare
 from torino.reducers import Reducer
 from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import VisualTokens
 from torino.vlm import Trace, families, host_of, reduced
 from torino.vlm.host import Positions
-from torino.images import Padding, Picture, as_seen, mean_colour, open_image, prepare
 from torino.vlm.towers import device_of, dtype_of, fetch, local_name, transformers
 
 # Prompts of families whose processors may come without a chat template.

@@ -6,10 +6,10 @@ The score of token i and latent j is *defined* as
 
 and the answer is ordered by falling score, ties by rising latent index. That definition knows nothing of
 chunk sizes, batch sizes or threads (on a CPU, for tokens narrower than 32,768), so neither does the answer: an
-image gets the same concepts alone and in a batch. Speed comes from a screen in front of it. A float32 matrix product, chunk by chunk into one small
-buffer, finds a few candidates a token; only these are scored as above; and a rounding-error bound proves that
-no latent outside the candidates can belong to the answer. The rare token without such a proof (near-ties, many
-identical latents) is searched exhaustively in float64.
+image gets the same concepts alone and in a batch. Speed comes from a screen in front of it. A float32 matrix
+product, chunk by chunk into one small buffer, finds a few candidates a token; only these are scored as above; and a
+rounding-error bound proves that no latent outside the candidates can belong to the answer. The rare token without
+such a proof (near-ties, many identical latents) is searched exhaustively.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _screen_error(x: Tensor, bias: Tensor, norm: float) -> Tensor:
     """
     unit = 2.0**-24
     terms = (x.shape[1] + 2) * unit
-    gamma = terms / (1 - terms) + _input_rounding(x)
+    gamma = terms / (1 - terms) + input_rounding(x)
     length = x.double().norm(dim=1)
     size = length * norm * (1 + 1e-6) + bias.abs().max().double()
     # where the processor flushes denormal numbers, inputs and products below 2^-126 count as nothing
@@ -152,7 +152,7 @@ ROUNDING = {
 }
 
 
-def _input_rounding(x: Tensor) -> float:
+def input_rounding(x: Tensor) -> float:
     """By how much the backend may round the inputs of a float32 product, relative to their product.
 
     torch has an old and a new way to allow it, and the old one raises an error where the new one was used; an answer

@@ -3,6 +3,48 @@
 from __future__ import annotations
 
 from torino.reducers.base import Reducer, describe, get, make, names, register
+from torino.reducers.cdpruner import CDPruner
+from torino.reducers.divprune import DivPrune
+from torino.reducers.folder import Folder
+from torino.reducers.folder_full import FolderFull
+from torino.reducers.gtp import GTP
+from torino.reducers.hiprune import HiPrune
+from torino.reducers.hired import FasterVLM, HiRED
+from torino.reducers.prumerge import PruMerge
+from torino.reducers.prumerge_plus import PruMergePlus
+from torino.reducers.prunesid import PruneSID
+from torino.reducers.random import Random
+from torino.reducers.scope import Scope
+from torino.reducers.scts import SCTS
+from torino.reducers.tome import ToMe
 from torino.reducers.torino import TorinoMerge, TorinoPrune
+from torino.reducers.visionzip import VisionZip
+from torino.reducers.vispruner import VisPruner
 
-__all__ = ["Reducer", "TorinoMerge", "TorinoPrune", "describe", "get", "make", "names", "register"]
+__all__ = [
+    "GTP",
+    "SCTS",
+    "CDPruner",
+    "DivPrune",
+    "FasterVLM",
+    "Folder",
+    "FolderFull",
+    "HiPrune",
+    "HiRED",
+    "PruMerge",
+    "PruMergePlus",
+    "PruneSID",
+    "Random",
+    "Reducer",
+    "Scope",
+    "ToMe",
+    "TorinoMerge",
+    "TorinoPrune",
+    "VisPruner",
+    "VisionZip",
+    "describe",
+    "get",
+    "make",
+    "names",
+    "register",
+]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torino.errors import BadTokens
 from torino.reducers.base import Reducer, register
 from torino.reducers.sentences import check_choice, check_count, read_signal, unmet
 from torino.reduction import Reduction
@@ -74,8 +75,10 @@ class DivPrune(Reducer):
         if self.budget > n:
             raise unmet(self.name, self.budget, n, "its patches")
         if self.space == "projected":
-            features = read_signal(tokens, "projected", self.name, (n, None))
+            features = read_signal(tokens, "projected", self.name, (n, None), check=False)
         similar = cosines(features).cpu().numpy()
+        if np.isnan(similar.diagonal()).any():  # patches were looked at when the tokens were made
+            raise BadTokens("projected holds NaN or infinite values. Run the projector in float32 or bfloat16.")
         np.fill_diagonal(similar, -np.inf)
         neighbour = similar.max(1)
         closest = np.full(n, -np.inf, np.float32)  # similarity to the nearest picked patch; +inf once picked

@@ -16,6 +16,7 @@ from torino.reducers.base import Reducer, register
 from torino.reducers.matching import Order, directions
 from torino.reducers.sentences import check_choice, check_count, check_number, read_signal, unmet
 from torino.reduction import Reduction
+from torino.strongest import input_rounding
 from torino.tokens import VisualTokens
 
 Graph = Literal["mixed", "spatial", "semantic"]
@@ -145,8 +146,7 @@ def _similar(patches: Tensor, k: int) -> Tensor:
     narrow = unit.float()
     rough = (narrow @ narrow.T).fill_diagonal_(-torch.inf)
     last = rough.topk(k, dim=1).values[:, -1:]
-    precision = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
-    slack = 2 * ((width + 8) * 2.0**-24 + precision)
+    slack = 2 * ((width + 8) * 2.0**-24 + input_rounding(narrow))
     joined = rough >= last - slack
     open_ = (joined.sum(1) > k).nonzero()[:, 0]
     if len(open_) == 0:

@@ -74,32 +74,32 @@ class Scope(Reducer):
         if self.budget > n:
             raise unmet(self.name, self.budget, n, "its patches")
         saliency = attention.detach().double().sum(0).cpu().numpy() ** self.alpha
-        similar = (cosines(tokens.patches).clamp_(0, 1).mul_(UNIT).round_()).int().cpu().numpy()
-        gain = similar.sum(1, dtype=np.int64)
-        covered = np.zeros(n, np.int32)
+        similar = cosines(tokens.patches).clamp_(0, 1).mul_(UNIT).round_().int().cpu().numpy()
+        gain = similar.sum(1, dtype=np.float64)  # whole numbers far below 2**53: exact
+        covered, covers = np.zeros(n, np.int32), np.full(n, -1)
         kept, score = np.empty(self.budget, np.int64), np.empty(self.budget)
         for step in range(self.budget):
             worth = gain * saliency
             pick = int(worth.argmax())
             kept[step], score[step] = pick, worth[pick]
-            rose = np.flatnonzero(similar[pick] > covered)
-            before, after = covered[rose, None], similar[pick, rose]
-            lost = similar[rose]  # what each patch could add there, of which the part up to `after` is now taken
-            np.clip(lost, before, after[:, None], out=lost)
-            lost -= before
-            gain -= lost.sum(0, dtype=np.int64)
-            covered[rose] = after
+            row = similar[pick]
+            rose = (row > covered).nonzero()[0]
+            before, after = covered[rose], row[rose]
+            lost = similar[rose]  # of what each patch could add there, the part from before to after is now taken
+            np.maximum(lost, before[:, None], out=lost)
+            np.minimum(lost, after[:, None], out=lost)
+            gain -= lost.sum(0) - before.sum()
+            covered[rose], covers[rose] = after, step
             gain[pick], saliency[pick] = -1, 1.0  # below every patch that is left, as these have at least 0
+        covers[kept] = np.arange(self.budget)  # a kept patch stands for itself
         if self.order == "raster":
             order = np.argsort(kept)
             kept, score = kept[order], score[order]
-        reach = similar[kept]
-        reach[np.arange(self.budget), kept] = UNIT + 1  # a kept patch stands for itself
-        assigned = np.where(reach.max(0) > 0, reach.argmax(0), -1)
+            covers = np.append(np.argsort(order), -1)[covers]
         return Reduction.pick(
             torch.from_numpy(kept),
             tokens.grid,
             self.spec,
             score=torch.from_numpy(score / UNIT),
-            assigned=torch.from_numpy(assigned),
+            assigned=torch.from_numpy(covers),
         )

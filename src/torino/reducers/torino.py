@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torino.errors import BadParameter, UnmetBudget
 from torino.grouping import Groups, Ints, Silent, group_by_overlap, shared_concepts
 from torino.packed import offsets_of
 from torino.reducers.base import Reducer, register
+from torino.reducers.sentences import check_choice, check_count
 from torino.reduction import Reduction, ReductionBatch
 from torino.stages import stage
 from torino.tokens import VisualTokens, pack_patches
@@ -49,13 +50,9 @@ class Torino(Reducer):
 
     def __post_init__(self) -> None:
         """Refuse hyperparameters out of range."""
-        for name, value in (
-            ("k", self.k),
-            ("delta", self.delta),
-            ("budget", 1 if self.budget is None else self.budget),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise BadParameter(f"{name} must be a whole number of at least 1, got {value!r}.")
+        check_count("k", self.k)
+        check_count("delta", self.delta)
+        check_count("budget", 1 if self.budget is None else self.budget)
         if self.budget is not None and self.budget > 2**31:
             raise BadParameter(f"budget must be a number of tokens that fits into memory, got {self.budget}.")
         if self.delta > self.k:
@@ -63,13 +60,9 @@ class Torino(Reducer):
                 f"delta must be between 1 and k={self.k}, got {self.delta}: "
                 "patches cannot share more concepts than each one keeps."
             )
-        for name, value, choices in (
-            ("order", self.order, Order),
-            ("silent", self.silent, Silent),
-            ("rank", self.rank, Rank),
-        ):
-            if value not in get_args(choices):
-                raise BadParameter(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}.")
+        check_choice("order", self.order, Order)
+        check_choice("silent", self.silent, Silent)
+        check_choice("rank", self.rank, Rank)
         if isinstance(self.sae, type) or not isinstance(self.sae, ConceptEncoder):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadParameter(f"sae must be an SAE or RawEmbedding(), got {self.sae!r:.60}.")
 
@@ -253,8 +246,7 @@ class TorinoMerge(Torino):
     def __post_init__(self) -> None:
         """Refuse hyperparameters out of range."""
         super().__post_init__()
-        if self.scale not in get_args(Scale):
-            raise BadParameter(f"scale must be one of {', '.join(map(repr, get_args(Scale)))}, got {self.scale!r}.")
+        check_choice("scale", self.scale, Scale)
 
     def pool(self, representative: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Every patch."""

@@ -68,7 +68,10 @@ class Llava(Host):
         like = next(parameter for parameter in tower.parameters() if parameter.is_floating_point())
         # weights that are offloaded live nowhere; whoever brings them brings the pixels too
         pixels = pixels.to(like.dtype) if like.is_meta else pixels.to(like)
-        seen = tap(tower, parts, block, needs, lambda: tower(pixels, **options))
+        seen = tap(tower, parts, block, needs - {"projected"}, lambda: tower(pixels, **options))
+        if "projected" in needs:  # the patches as the language model would read them
+            with torch.no_grad():
+                seen.signals["projected"] = self.inner.multi_modal_projector(seen.states[:, parts.prefix :]).float()
         side = tower.config.patch_size
         grid = (pixels.shape[-2] // side, pixels.shape[-1] // side)
         images = [

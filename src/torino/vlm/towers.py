@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from torino.errors import BadFile, BadParameter, MissingSignal, TorinoError, Unreachable
-from torino.tokens import Origin, VisualTokens
 from torino.images import Padding, Picture, mean_colour, open_image, prepare
+from torino.tokens import Origin, VisualTokens
 from torino.vlm.tap import Anatomy, Tapped, anatomy, tap
 
 # The towers that can be tapped: model_type of their config, then module and class in transformers.
