@@ -45,7 +45,7 @@ def test_contract(name: str, encoder: str, setting: dict[str, Any]) -> None:
 
 
 # What a method cannot do without, beside its budget.
-LEAST = {"visionzip": 3, "prunesid": 2}
+LEAST = {"visionzip": 3}
 REQUIRED: dict[str, dict[str, Any]] = {"scts": {"sae": ENCODERS["sae"]}}
 
 
