@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from importlib import import_module
+
 from torino.vlm.door import ReducedInputs, ReducingProcessor, apply, reduced, remove
 from torino.vlm.host import Host, families, host_of, serve
 from torino.vlm.trace import Look, Trace
@@ -20,58 +23,23 @@ __all__ = [
     "serve",
 ]
 
-
-@serve("llava")
-def _llava() -> type[Host]:
-    from torino.vlm.llava import Llava
-
-    return Llava
-
-
-@serve("internvl")
-def _internvl() -> type[Host]:
-    from torino.vlm.internvl import InternVL
-
-    return InternVL
+# Which module and class serves which families; it is imported when a model of one is opened.
+_HOSTS = {
+    ("llava",): "llava.Llava",
+    ("llava_next",): "llava_next.LlavaNext",
+    ("llava_onevision",): "llava_onevision.LlavaOnevision",
+    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"): "qwen.Qwen",
+    ("internvl",): "internvl.InternVL",
+    ("idefics3", "smolvlm"): "idefics.Idefics",
+    ("paligemma",): "gemma.PaliGemma",
+    ("gemma3",): "gemma.Gemma3",
+}
 
 
-@serve("idefics3", "smolvlm")
-def _idefics() -> type[Host]:
-    from torino.vlm.idefics import Idefics
-
-    return Idefics
+def _load(place: str) -> type[Host]:
+    module, name = place.split(".")
+    return getattr(import_module(f"torino.vlm.{module}"), name)
 
 
-@serve("paligemma")
-def _paligemma() -> type[Host]:
-    from torino.vlm.gemma import PaliGemma
-
-    return PaliGemma
-
-
-@serve("gemma3")
-def _gemma3() -> type[Host]:
-    from torino.vlm.gemma import Gemma3
-
-    return Gemma3
-
-
-@serve("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-def _qwen() -> type[Host]:
-    from torino.vlm.qwen import Qwen
-
-    return Qwen
-
-
-@serve("llava_next")
-def _llava_next() -> type[Host]:
-    from torino.vlm.llava_next import LlavaNext
-
-    return LlavaNext
-
-
-@serve("llava_onevision")
-def _llava_onevision() -> type[Host]:
-    from torino.vlm.llava_onevision import LlavaOnevision
-
-    return LlavaOnevision
+for _families, _place in _HOSTS.items():
+    serve(*_families)(partial(_load, _place))
