@@ -193,7 +193,9 @@ def reduce(
     batch = ReductionBatch.of(plans)
 
     names = list(PHOTOS) if bundled else [f"image {index}" for index in range(len(images))]
-    out.print(f"[bold]{escape(reducer.spec)}[/] on {len(images)} images of {escape(str(images[0].origin))}")
+    out.print(
+        f"[bold]{escape(reducer.spec)}[/] on {len(images)} image{'s' if len(images) > 1 else ''} of {escape(str(images[0].origin))}"
+    )
     out.print(_summary(names, batch))
     if picture or (picture is None and out.is_terminal):
         from torino.terminal import draw_groups
@@ -314,7 +316,13 @@ def _summary(names: list[str], batch: Any) -> Table:
         for name, plan in zip(names, batch, strict=True)
     ]
     for name, patches, tokens, largest in rows[:20]:
-        table.add_row(escape(name), str(patches), str(tokens), f"{1 - tokens / patches:.1%}", f"{largest} patches")
+        table.add_row(
+            escape(name),
+            str(patches),
+            str(tokens),
+            f"{1 - tokens / patches:.1%}",
+            f"{largest} patch{'es' if largest > 1 else ''}",
+        )
     if len(rows) > 20:
         table.add_row(f"… {len(rows) - 20} more", "", "", "", "")
     if len(rows) > 1:
