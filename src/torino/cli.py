@@ -193,9 +193,8 @@ def reduce(
     batch = ReductionBatch.of(plans)
 
     names = list(PHOTOS) if bundled else [f"image {index}" for index in range(len(images))]
-    out.print(
-        f"[bold]{escape(reducer.spec)}[/] on {len(images)} image{'s' if len(images) > 1 else ''} of {escape(str(images[0].origin))}"
-    )
+    count = f"{len(images)} image{'s' if len(images) > 1 else ''}"
+    out.print(f"[bold]{escape(reducer.spec)}[/] on {count} of {escape(str(images[0].origin))}")
     out.print(_summary(names, batch))
     if picture or (picture is None and out.is_terminal):
         from torino.terminal import draw_groups
