@@ -1,7 +1,7 @@
 """Grouping: patches that share at least δ of their top-k concepts, joined into connected components.
 
 Two sets of k concepts share at least δ of them exactly when they share a subset of size δ. So each patch gets
-C(k, δ) keys, one per subset, and patches linked to the first one with the same key have the components of the
+C(k, δ) keys, one per subset, and patches linked to the next one with the same key have the components of the
 paper's token graph: O(N·C(k, δ)) instead of O(k²N²), for all images of a batch at once and with no loop over
 patches or pairs. For δ = k a patch has one key and no graph is needed.
 """
@@ -168,24 +168,25 @@ def _components(symbols: Ints, real: int, delta: int, image: Ints, together: NDA
         for column in symbols.T:
             label = _paired(label, column, real + k)
         mute = symbols[:, 0] >= real  # nothing but silence: no key, so a label below all keys
-        return np.where(mute, np.where(together, -1 - image, -1 - len(image) - np.arange(patches)), label)
+        label = np.where(mute, np.where(together, -1 - image, -1 - len(image) - np.arange(patches)), label)
+        return np.unique(label, return_inverse=True)[1].reshape(-1)
     subsets = np.array(list(combinations(range(k), delta)))
     rows, which = (symbols[:, subsets[:, 0]] < real).nonzero()  # sorted rows: the first symbol is real, if any is
     key = image[rows]
     for column in subsets.T:
         key = _paired(key, symbols[rows, column[which]], real + k)
-    linked, to = _to_the_first(rows, key)
+    linked, to = _chained(rows, key)
     extra = together.nonzero()[0]
-    mute, first_mute = _to_the_first(extra, image[extra])
-    return _linked(np.concatenate([linked, mute]), np.concatenate([to, first_mute]), patches)
+    later, earlier = _chained(extra, image[extra])
+    return _linked(np.concatenate([linked, later]), np.concatenate([to, earlier]), patches)
 
 
-def _to_the_first(patch: Ints, key: Ints) -> tuple[Ints, Ints]:
-    """Link every patch to the first one that has the same key: the same components, and no nodes for keys."""
-    _, index, inverse = np.unique(key, return_index=True, return_inverse=True)
-    first = patch[index][inverse.reshape(-1)]
-    links = patch != first
-    return patch[links], first[links]
+def _chained(patch: Ints, key: Ints) -> tuple[Ints, Ints]:
+    """Link every patch to the one before it that has the same key: no nodes for keys are needed."""
+    order = key.argsort(kind="stable")
+    key, patch = key[order], patch[order]
+    same = key[1:] == key[:-1]  # neighbours with one key: a chain of links joins as well as links to the first do
+    return patch[1:][same], patch[:-1][same]
 
 
 def _components_by_product(symbols: Ints, real: int, delta: int, image: Ints, together: NDArray[np.bool_]) -> Ints:
@@ -203,15 +204,15 @@ def _components_by_product(symbols: Ints, real: int, delta: int, image: Ints, to
     has_t = has.T.tocsr()
     extra = together.nonzero()[0]
     label = np.arange(patches)
-    mute, first_mute = _to_the_first(extra, image[extra])
-    label[mute] = first_mute
+    later, earlier = _chained(extra, image[extra])
+    label[later] = earlier
     for start in range(0, patches, PRODUCT_ROWS):
         shared = (has[start : start + PRODUCT_ROWS] @ has_t).tocoo()  # only pairs with a real concept in common
         i, j = shared.coords[0] + start, shared.coords[1]
         linked = shared.data + np.minimum(spare[i], spare[j]) >= delta
         every = np.arange(patches)
         label = _first_member(_linked(np.concatenate([i[linked], every]), np.concatenate([j[linked], label]), patches))
-    return label
+    return np.unique(label, return_inverse=True)[1].reshape(-1)
 
 
 def _paired(key: Ints, symbol: Ints, base: int) -> Ints:
@@ -227,8 +228,8 @@ def _linked(left: Ints, right: Ints, patches: int) -> Ints:
     from scipy.sparse.csgraph import connected_components
 
     order = left.argsort(kind="stable")
-    starts = np.searchsorted(left[order], np.arange(patches + 1))
-    graph = csr_array((np.ones(len(left)), right[order], starts), shape=(patches, patches))
+    starts = np.searchsorted(left[order], np.arange(patches + 1)).astype(np.int32)  # the types that scipy works in
+    graph = csr_array((np.ones(len(left)), right[order].astype(np.int32), starts), shape=(patches, patches))
     _, label = cast(tuple[int, NDArray[Any]], connected_components(graph, directed=False))
     return label.astype(np.int64)
 
@@ -240,14 +241,15 @@ def _first_member(label: Ints) -> Ints:
 
 
 def _numbered(label: Ints, image: Ints, images: int, device: torch.device) -> Groups:
-    """Number the components by first appearance."""
-    _, first, inverse, sizes = np.unique(label, return_index=True, return_inverse=True, return_counts=True)
+    """Number components, labelled from 0 without gaps, by first appearance."""
+    first = np.empty(int(label.max()) + 1, np.int64)
+    first[label[::-1]] = np.arange(len(label) - 1, -1, -1)  # the last one written is the first patch
     order = first.argsort()
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     counts = np.bincount(image[first], minlength=images)
     return Groups(
-        label=torch.from_numpy(rank[inverse]).to(device),
-        sizes=torch.from_numpy(sizes[order]).to(device),
+        label=torch.from_numpy(rank[label]).to(device),
+        sizes=torch.from_numpy(np.bincount(label)[order]).to(device),
         offsets=torch.from_numpy(np.concatenate([[0], counts.cumsum()])),
     )
