@@ -72,7 +72,8 @@ def strongest(
 
 def largest_row_norm(weight: Tensor) -> float:
     """The largest Euclidean norm of a row, in float64: squares of tiny or huge weights leave float32."""
-    return max(float(part.double().norm(dim=1).max()) for part in weight.split(COLUMNS))
+    rows = max(1, WORKSPACE // weight.shape[1])
+    return max(float(part.double().norm(dim=1).max()) for part in weight.split(rows))
 
 
 def stable_top(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
