@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from torino.concepts import ConceptEncoder, Concepts
-from torino.errors import BadParameter, UnmetBudget
+from torino.errors import UnmetBudget
 from torino.reducers.base import Reducer, register
-from torino.reducers.sentences import check_choice, check_count
+from torino.reducers.sentences import check_choice, check_count, check_encoder
 from torino.reduction import Reduction, ReductionBatch
 from torino.stages import stage
 from torino.tokens import VisualTokens, pack_patches
@@ -81,8 +81,7 @@ class SCTS(Reducer):
         check_count("m", self.m)
         check_choice("coverage", self.coverage, Coverage)
         check_choice("order", self.order, Order)
-        if isinstance(self.sae, type) or not isinstance(self.sae, ConceptEncoder):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadParameter(f"sae must be an SAE or RawEmbedding(), got {self.sae!r:.60}.")
+        check_encoder(self.sae)
 
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Plan one image."""

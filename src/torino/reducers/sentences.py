@@ -7,6 +7,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from torino.concepts import ConceptEncoder
 from torino.errors import BadParameter, BadTokens, UnmetBudget
 from torino.tokens import VisualTokens
 
@@ -33,6 +34,12 @@ def check_flag(name: str, value: object) -> None:
     """Refuse anything but True and False."""
     if not isinstance(value, bool):
         raise BadParameter(f"{name} must be True or False, got {value!r}.")
+
+
+def check_encoder(value: object) -> None:
+    """Refuse anything that does not turn tokens into concepts, the class of an encoder included."""
+    if isinstance(value, type) or not isinstance(value, ConceptEncoder):
+        raise BadParameter(f"sae must be an SAE or RawEmbedding(), got {value!r:.60}.")
 
 
 def unmet(reducer: str, budget: int, most: int, why: str) -> UnmetBudget:

@@ -20,7 +20,7 @@ from torino.errors import BadParameter, UnmetBudget
 from torino.grouping import Groups, Ints, Silent, group_by_overlap, shared_concepts
 from torino.packed import offsets_of
 from torino.reducers.base import Reducer, register
-from torino.reducers.sentences import check_choice, check_count
+from torino.reducers.sentences import check_choice, check_count, check_encoder
 from torino.reduction import Reduction, ReductionBatch
 from torino.stages import stage
 from torino.tokens import VisualTokens, pack_patches
@@ -63,8 +63,7 @@ class Torino(Reducer):
         check_choice("order", self.order, Order)
         check_choice("silent", self.silent, Silent)
         check_choice("rank", self.rank, Rank)
-        if isinstance(self.sae, type) or not isinstance(self.sae, ConceptEncoder):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadParameter(f"sae must be an SAE or RawEmbedding(), got {self.sae!r:.60}.")
+        check_encoder(self.sae)
 
     @abstractmethod
     def pool(self, representative: NDArray[np.bool_]) -> NDArray[np.bool_]:
