@@ -15,7 +15,8 @@ HEAD = """# The method zoo
 
 Every reducer, written anew from its paper and from what its released code does, behind one contract
 (`torino.testing.check_reducer`): `plan(tokens)` gives a `Reduction`, and `budget` is the exact number of tokens handed
-to the language model. This page is made by `scripts/make_zoo.py` from the classes; letters are those of
+to the language model. Those that need something in every block work inside the vision tower instead, see
+[hosts.md](hosts.md). This page is made by `scripts/make_zoo.py` from the classes; letters are those of
 [notation.md](notation.md).
 """
 

@@ -250,3 +250,34 @@ def photos(count: int, *, seed: int = 0) -> list[Any]:
     source = torch.Generator().manual_seed(seed)
     areas = torch.randint(0, 255, (count, 3, 4, 3), generator=source, dtype=torch.uint8)
     return [Image.fromarray(area.numpy()).resize((90, 60), Image.Resampling.NEAREST) for area in areas]
+
+
+# ---------------------------------------------------------------------- the other half of CLIP
+
+WORDS = ["pad", "what", "is", "this", "that", "on", "the", "table", "how", "many", "cups", "red", "blue", "?", "USER:"]
+WORDS += [*"abcdefghijklmnopqrstuvwxyz", *[f"word{number}" for number in range(55)], "<start>", "<end>"]
+
+
+def clip(tower: Any, *, seed: int = 0, **text: Any) -> tuple[Any, Any]:
+    """A CLIP of 16 joint dimensions with this vision tower, and its tokenizer, of which the end is the highest."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
+
+    last = len(WORDS) - 1
+    ends = {"bos_token_id": last - 1, "eos_token_id": last, "pad_token_id": last}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    words = {**shape, **ends, "vocab_size": len(WORDS), "max_position_embeddings": 77, "projection_dim": 16, **text}
+    config = CLIPConfig(text_config=words, vision_config=tower.config.to_dict(), projection_dim=16)
+    torch.manual_seed(seed)
+    model = CLIPModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3) if parameter.ndim > 1 else parameter.add_(0.2 * torch.randn_like(parameter))
+    model.vision_model.load_state_dict(tower.state_dict())
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="pad"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(
+        single="<start> $A <end>", special_tokens=[("<start>", last - 1), ("<end>", last)]
+    )
+    named = {"bos_token": "<start>", "eos_token": "<end>", "pad_token": "<end>", "unk_token": "pad"}
+    return model, PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=77, **named)

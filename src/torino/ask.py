@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from torino.errors import BadFile, BadParameter, TorinoError
 from torino.images import Padding, Picture, as_seen, mean_colour, open_image, prepare
-from torino.reducers import Reducer
+from torino.reducers import Passage, Reducer
 from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import VisualTokens
-from torino.vlm import Trace, families, host_of, reduced
+from torino.vlm import Asking, ClipText, Trace, families, host_of, reduced
 from torino.vlm.host import Positions
 from torino.vlm.towers import device_of, dtype_of, fetch, local_name, transformers
 
@@ -47,9 +47,10 @@ class Answer:
     new_tokens : int
         Length of the answer.
     seconds : dict
-        ``processor`` (pixels and text), ``tower``, ``plan`` (all of the reducer; ``sae`` and ``grouping`` are part of
-        it), ``projector``, ``prefill`` (the prompt up to the first token), ``decode`` (the other tokens), ``total``.
-        Of one run: a first run also pays for starting up, unless ``baseline`` was asked for.
+        ``processor`` (pixels and text), ``tower``, ``question`` (read to choose patches by, where a method does),
+        ``plan`` (all of the reducer; ``sae`` and ``grouping`` are part of it), ``projector``, ``prefill`` (the prompt
+        up to the first token), ``decode`` (the other tokens), ``total``. Of one run: a first run also pays for
+        starting up, unless ``baseline`` was asked for.
     padding : {"crop", "square"}
     trace : Trace or None
         What became of each image; None where all tokens were kept.
@@ -173,6 +174,7 @@ def ask(
     max_new_tokens: int = 64,
     baseline: bool = False,
     positions: Positions = "compact",
+    asking: ClipText | None = None,
     **generation: Any,
 ) -> Answer:
     """Ask a model about an image (or several), with fewer visual tokens where a reducer is given.
@@ -194,6 +196,9 @@ def ask(
         answer pays for starting up.
     positions : {"compact", "original"}
         See :func:`torino.vlm.reduced`.
+    asking : ClipText, optional
+        Reads the question for reducers that choose patches by it, such as ``cdpruner``; by the bare question, without
+        the words that the prompt puts around it. See :func:`torino.vlm.open_clip_text`.
     **generation
         Passed to ``model.generate``. By default answers are greedy (``do_sample=False``): the same each time.
     """
@@ -207,8 +212,9 @@ def ask(
         raise BadParameter("No image was given. Give at least one.")
     colour = mean_colour(processor)
     images = [prepare(open_image(source), padding, colour) for source in sources]
-    prompt = _prompt(model, processor, question, len(images))
-    asked = _Asked(model, processor, images, prompt, padding, {"do_sample": False, **generation})
+    prompt = write_prompt(model, processor, question, len(images))
+    about = None if asking is None else asking.about(question)
+    asked = _Asked(model, processor, images, prompt, padding, {"do_sample": False, **generation}, about)
     if reducer is None:
         return asked.answer(max_new_tokens)
     if baseline:
@@ -245,6 +251,26 @@ class KeepShare(Reducer):
         """What the reducer needs."""
         return self.inner.needs
 
+    @property
+    def views_need(self) -> frozenset[str]:  # type: ignore[override]
+        """What it needs besides where there are tiles."""
+        return self.inner.views_need
+
+    @property
+    def shares_views(self) -> bool:  # type: ignore[override]
+        """Whether its budget is one for all views of an image."""
+        return self.inner.shares_views
+
+    @property
+    def inside(self) -> bool:  # type: ignore[override]
+        """Whether the reducer works inside a tower."""
+        return self.inner.inside
+
+    def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> Passage:
+        """Take up one image inside a tower."""
+        budget = max(1, round(self.share * len(patches)))
+        return replace(cast(Any, self.inner), budget=budget).begin(patches, grid, blocks, has_cls)
+
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Plan one image."""
         return self.plan_batch([tokens])[0]
@@ -255,6 +281,16 @@ class KeepShare(Reducer):
             return ReductionBatch.of([self.plan(image) for image in images])
         budget = max(1, round(self.share * len(images[0])))
         return replace(cast(Any, self.inner), budget=budget).plan_batch(images)
+
+    def plan_views(
+        self, base: VisualTokens, tiles: Sequence[VisualTokens | None], layout: tuple[int, int]
+    ) -> ReductionBatch:
+        """Plan the views of one image under a budget that is a share of all their patches."""
+        if not self.shares_views:
+            return super().plan_views(base, tiles, layout)
+        patches = len(base) + sum(len(tile) for tile in tiles if tile is not None)
+        budget = max(1, round(self.share * patches))
+        return replace(cast(Any, self.inner), budget=budget).plan_views(base, tiles, layout)
 
 
 @dataclass(frozen=True)
@@ -267,6 +303,7 @@ class _Asked:
     prompt: str
     padding: Padding
     generation: dict[str, Any]
+    about: Asking | None = None
 
     def answer(self, length: int, reducer: Reducer | None = None, positions: Positions = "compact") -> Answer:
         begin = time.perf_counter()
@@ -282,7 +319,7 @@ class _Asked:
             if reducer is None:
                 _watch(self.model, seconds, stack)
             else:
-                trace = stack.enter_context(reduced(self.model, reducer, positions=positions))
+                trace = stack.enter_context(reduced(self.model, reducer, positions=positions, asking=self.about))
             out = cast(Any, self.model).generate(**inputs, **generation)
         _settle()
         end = time.perf_counter()
@@ -292,7 +329,7 @@ class _Asked:
         ids: Tensor = inputs["input_ids"]
         new = (out if isinstance(out, Tensor) else out.sequences)[0, ids.shape[1] :]
         first = clock.first or end
-        vision = sum(seconds.get(stage, 0.0) for stage in ("tower", "plan", "projector"))
+        vision = sum(seconds.get(stage, 0.0) for stage in ("tower", "question", "plan", "projector"))
         before = int((ids == cast(Any, self.model).config.image_token_id).sum()) if trace is None else trace.before
         return Answer(
             text=str(self.processor.decode(new, skip_special_tokens=True)),
@@ -325,7 +362,7 @@ class _Asked:
         return inputs.to(weight.device, dtype=weight.dtype)  # whole numbers stay what they are
 
 
-def _prompt(model: nn.Module, processor: Any, question: str, images: int) -> str:
+def write_prompt(model: nn.Module, processor: Any, question: str, images: int) -> str:
     """The question as the model was trained to be asked."""
     family = str(cast(Any, model).config.model_type)
     mark = str(getattr(processor, "image_token", None) or "<image>")

@@ -30,7 +30,7 @@ EPILOG = (
     '[cyan]torino ask photo.jpg "What is this?" --model ./llava --sae raw --keep 25% --draw groups.png[/]'
 )
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-STAGES = ("processor", "tower", "plan", "sae", "grouping", "projector", "prefill", "decode", "total")
+STAGES = ("processor", "tower", "question", "plan", "sae", "grouping", "projector", "prefill", "decode", "total")
 
 
 def ask(
@@ -39,6 +39,12 @@ def ask(
     model: Annotated[str, typer.Option(help="Hub name or folder of a vision-language model.")],
     sae: Annotated[
         str | None, typer.Option(help="Folder, file or hub repository of the SAE; 'raw' is the no-SAE ablation.")
+    ] = None,
+    clip: Annotated[
+        str | None,
+        typer.Option(
+            help="Hub name or folder of the CLIP that the model's tower is of, to read the question for cdpruner."
+        ),
     ] = None,
     method: Annotated[
         str, typer.Option(help="Reducer, by name or spec (torino list); 'none' keeps all tokens.")
@@ -81,6 +87,7 @@ def ask(
         prepare(picture, padding)  # type: ignore[arg-type]: checked above
         given = {"k": k, "delta": delta, "budget": budget}
         reducer = _reducer(method, sae, levels, keep, given, device_of(device))
+    _check_clip(clip, method, reducer)
     if baseline and reducer is None:
         raise BadParameter("--baseline compares a method with the full tokens, and --method is none. Leave one out.")
     if draw is not None and reducer is None:
@@ -89,10 +96,15 @@ def ask(
     _hush(library)
     from torino.ask import ask as put
     from torino.ask import open_vlm
+    from torino.vlm import open_clip_text
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers; ours were printed above
         try:
+            asking = None
+            if clip is not None:
+                with errors.status(f"Opening {escape(clip)} …"):
+                    asking = open_clip_text(clip, device=device, dtype=dtype)
             with errors.status(f"Opening {escape(model)} …"):
                 opened, processor = open_vlm(model, device, dtype)
             with errors.status("Looking and answering …"):
@@ -106,6 +118,7 @@ def ask(
                     max_new_tokens=max_new_tokens,
                     baseline=baseline,
                     positions=positions,  # type: ignore[arg-type]: checked above
+                    asking=asking,
                 )
         except MemoryError as error:
             raise TorinoError(_full(model, device)) from error
@@ -158,6 +171,23 @@ def _reducer(
         raise BadParameter("Give --budget or --keep, not both.")
     reducer = build_reducer(method, sae, levels, given, device)
     return reducer if share is None else KeepShare(reducer, share)
+
+
+def _check_clip(clip: str | None, method: str, reducer: Reducer | None) -> None:
+    """Whether there is someone to read the question where a method wants it read, and only there."""
+    from torino.vlm.towers import local_name
+
+    reads = reducer is not None and "text" in reducer.needs
+    if reads and clip is None:
+        raise BadParameter(
+            f"{method} chooses patches for the question, so say which CLIP reads it: --clip "
+            "openai/clip-vit-large-patch14-336, which is that of LLaVA-1.5, or the folder of another. Without a "
+            "question it is a plain DPP: --method \"cdpruner(relevance='none')\"."
+        )
+    if clip is not None and not reads:
+        raise BadParameter(f"{method} reads no question, so --clip has no meaning for it. Leave it out.")
+    if clip is not None:
+        local_name(clip)
 
 
 @contextmanager

@@ -35,13 +35,19 @@ def token_colour(token: int) -> tuple[int, int, int]:
 
 
 def draw_reduction(
-    plan: Reduction, photo: Image.Image | None = None, *, style: Style = "groups", side: int = 336
+    plan: Reduction,
+    photo: Image.Image | None = None,
+    *,
+    style: Style = "groups",
+    side: int = 336,
+    names: Mapping[int, str] | None = None,
 ) -> Image.Image:
     """Draw one reduction over its photo (or over grey), ``side`` pixels on the longer side.
 
     ``"groups"``: patches that one token stands for share a colour and an outline; patches alone keep the colours of
     the photo, and patches that no token stands for are dark. ``"kept"``: patches whose place an output token takes
-    are shown as they are, all others faded.
+    are shown as they are, all others faded. With ``names``, words for latents such as ``sae.names``, the largest
+    groups carry the word for their concept.
     """
     rows, columns = plan.grid
     cell = max(2, side // max(rows, columns))
@@ -53,14 +59,18 @@ def draw_reduction(
         kept[plan.anchor[plan.anchor >= 0].numpy()] = True
         shown = np.where(_enlarged(kept.reshape(rows, columns), cell)[..., None], base, 0.18 * base + 0.82 * 255)
         return Image.fromarray(shown.round().astype(np.uint8))
-    sizes = plan.assigned[plan.assigned >= 0].bincount(minlength=len(plan)).numpy()
-    colours = np.array([token_colour(number) for number in range(len(plan))], np.float64)
+    tokens = max(len(plan), 1)  # a tile may have none, and then all of it is dark
+    sizes = plan.assigned[plan.assigned >= 0].bincount(minlength=tokens).numpy()
+    colours = np.array([token_colour(number) for number in range(tokens)], np.float64)
     grey = base.mean(-1, keepdims=True)
     tinted = 0.45 * grey + 0.55 * colours[np.maximum(token, 0)]
     shown = np.where((sizes[np.maximum(token, 0)] > 1)[..., None], tinted, base)
     shown = np.where((token >= 0)[..., None], shown, 0.25 * base)
     shown[_edges(token)] = 255
-    return Image.fromarray(shown.round().astype(np.uint8))
+    drawn = Image.fromarray(shown.round().astype(np.uint8))
+    if names:
+        _write_names(drawn, plan, names, cell)
+    return drawn
 
 
 def draw_sheet(
@@ -68,12 +78,15 @@ def draw_sheet(
     *,
     style: Style = "groups",
     side: int = 240,
+    names: Mapping[int, str] | None = None,
 ) -> Image.Image:
     """Draw several reductions of several photos: one photo a row, first as it is, then each reduction with its count.
 
     Parameters
     ----------
     rows : mapping of name to (photo or None, sequence of (heading, Reduction))
+    style, side, names
+        As for :func:`draw_reduction`.
     """
     gap, label, head = 10, 22, 26
     widest = max(len(plans) for _, plans in rows.values()) + 1
@@ -83,7 +96,7 @@ def draw_sheet(
         top = head + line * (side + label + gap)
         cells = [(name, photo, f"{plans[0][1].patches} tokens" if plans else "")]
         cells += [
-            (heading, draw_reduction(plan, photo, style=style, side=side), f"{len(plan)} tokens")
+            (heading, draw_reduction(plan, photo, style=style, side=side, names=names), f"{len(plan)} tokens")
             for heading, plan in plans
         ]
         for place, (heading, picture, caption) in enumerate(cells):
@@ -101,6 +114,31 @@ def save_picture(picture: Image.Image, path: str | Path) -> Path:
     if Path(path).suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise BadFile(f"Cannot write the picture {path}: its ending must be .png, .jpg or .webp.")
     return write_whole(path, lambda target: picture.save(target, quality=88))
+
+
+def _write_names(drawn: Image.Image, plan: Reduction, names: Mapping[int, str], cell: int) -> None:
+    """Write the words for the largest groups over them, where there is room and none is written yet."""
+    sizes: list[int] = plan.assigned[plan.assigned >= 0].bincount(minlength=len(plan)).tolist()
+    pen, font = ImageDraw.Draw(drawn), ImageFont.load_default(11)
+    taken: list[tuple[float, float, float, float]] = []
+    for token in sorted(range(len(plan)), key=lambda token: (-sizes[token], token)):
+        name = names.get(int(plan.concept[token]))
+        if sizes[token] < max(3, plan.patches // 100):
+            break
+        if name is None:
+            continue
+        rows, columns = np.divmod((plan.assigned == token).nonzero()[:, 0].numpy(), plan.grid[1])
+        nearest = int(((rows - rows.mean()) ** 2 + (columns - columns.mean()) ** 2).argmin())
+        middle = ((columns[nearest] + 0.5) * cell, (rows[nearest] + 0.5) * cell)
+        wide, high = font.getlength(name) + 8, 16
+        left = min(max(middle[0] - wide / 2, 1), drawn.width - wide - 1)
+        top = min(max(middle[1] - high / 2, 1), drawn.height - high - 1)
+        box = (left, top, left + wide, top + high)
+        if left < 0 or any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
+            continue
+        taken.append(box)
+        pen.rounded_rectangle(box, 4, fill=INK)
+        pen.text((left + 4, top + 8), name, PAPER, font, anchor="lm")
 
 
 def _enlarged(grid: NDArray[Any], cell: int) -> NDArray[Any]:

@@ -83,6 +83,11 @@ class SAE(nn.Module):
     normalize : {"none", "layer_norm", "constant_norm"}
         Applied to each token before centring; decoding undoes it.
     card : SAECard
+
+    Attributes
+    ----------
+    names : dict of int to str
+        Words for latents, where ``torino concepts`` has found some: read from ``names.json`` beside the weights.
     """
 
     W_enc: Tensor
@@ -112,6 +117,7 @@ class SAE(nn.Module):
         self.kind: Kind = _one_of("kind", kind, Kind)
         self.normalize: Normalize = _one_of("normalize", normalize, Normalize)
         self.k, self.center, self.card = k, center, card or SAECard()
+        self.names: dict[int, str] = {}
         self.groups = tuple(int(size) for size in groups) if groups is not None else (latents,)
         if sum(self.groups) != latents or min(self.groups) < 1:
             raise BadParameter(f"groups must be positive and add up to the {latents} latents, got {self.groups}.")
@@ -273,7 +279,7 @@ class SAE(nn.Module):
             threshold = threshold[:size]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a missing threshold was reported when this SAE was made
-            return SAE(
+            smaller = SAE(
                 self.W_enc[:size],
                 self.b_enc[:size],
                 None if self.W_dec is None else self.W_dec[:size],
@@ -286,6 +292,8 @@ class SAE(nn.Module):
                 normalize=self.normalize,
                 card=self.card,
             )
+        smaller.names = {latent: name for latent, name in self.names.items() if latent < size}
+        return smaller
 
     def check_origin(self, origin: Origin, width: int) -> None:
         """Raise :class:`SAEMismatch` unless this SAE fits tokens of that origin and width.
@@ -336,7 +344,7 @@ class SAE(nn.Module):
         return sae.to(device)
 
     def save(self, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Path:
-        """Write torino's own layout, ``sae.safetensors`` and ``card.json``, into ``folder``.
+        """Write torino's own layout, ``sae.safetensors`` and ``card.json`` (and ``names.json``), into ``folder``.
 
         ``dtype`` is that of the two matrices on disk; biases and threshold stay float32.
         """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isnan
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,20 @@ class TokenStory:
         if not isnan(self.score):
             text += f" Score {self.score:.3g}."
         return text
+
+
+def names_of(reducer: object) -> Mapping[int, str]:
+    """The words that the SAE of a reducer has for its concepts, for :meth:`Reduction.explain` and for pictures.
+
+    None where it reads no SAE or the SAE has no names. Reducers around another one are looked into.
+    """
+    seen: Any = reducer
+    while seen is not None:
+        names: Mapping[int, str] | None = getattr(getattr(seen, "sae", None), "names", None)
+        if names:
+            return names
+        seen = getattr(seen, "inner", None)
+    return {}
 
 
 def _span(weights: tuple[float, ...]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torino.errors import UnmetBudget
-from torino.reducers import Reducer, make, names
+from torino.errors import MissingSignal, UnmetBudget
+from torino.reducers import Reducer, WorksInside, inside_of, make, names
 from torino.reduction import Reduction
 from torino.tokens import VisualTokens
 
@@ -66,7 +66,8 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
 
     It must honour its budget, give well-formed rows in the order it says, plan each image independently of
     its neighbours and of the batch, give the same plan twice, leave its input and the global random state
-    alone, take half precision, and be rebuilt by its own spec.
+    alone, take half precision, and be rebuilt by its own spec. One that works inside a tower is put through
+    :func:`pretend_tower`, and must say in a sentence that it cannot plan finished tokens.
 
     Parameters
     ----------
@@ -84,14 +85,20 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     before = [image.patches.clone() for image in images]
     random_state, numpy_state = torch.get_rng_state(), repr(np.random.get_state())  # noqa: NPY002
 
-    pairs = list(_plannable(reducer, images, before))
+    inside = inside_of(reducer)
+    planned: Callable[[VisualTokens], Reduction] = reducer.plan
+    if inside is not None:
+        planned = lambda image: pretend_tower(inside, image)[1]  # noqa: E731
+    pairs = list(_plannable(reducer, planned, images, before))
     _expect(bool(pairs), reducer, "planned none of the sample images")
     images, plans, before = [one for one, _, _ in pairs], [one for _, one, _ in pairs], [one for _, _, one in pairs]
     for image, plan in zip(images, plans, strict=True):
         _check_plan(reducer, image, plan)
-    for again, plan in zip([reducer.plan(image) for image in images], plans, strict=True):
+    for again, plan in zip([planned(image) for image in images], plans, strict=True):
         _expect(same_plan(again, plan), reducer, "gave two plans for the same image")
-    for batch in (images, images[::-1]):
+    if inside is not None:
+        _expect(_refuses(reducer, images[0]), reducer, "works inside towers and planned finished tokens")
+    for batch in (images, images[::-1]) if inside is None else ():
         alone = plans if batch is images else plans[::-1]
         for together, plan in zip(reducer.plan_batch(batch), alone, strict=True):
             _expect(same_plan(together, plan), reducer, "planned an image differently in a batch")
@@ -101,10 +108,52 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     _expect(torch.equal(torch.get_rng_state(), random_state), reducer, "used torch's global random state")
     _expect(repr(np.random.get_state()) == numpy_state, reducer, "used numpy's global random state")  # noqa: NPY002
     for image in images[:1]:
-        half = reducer.plan(image.with_(patches=image.patches.half()))
+        half = planned(image.with_(patches=image.patches.half()))
         _check_plan(reducer, image, half)
     if reducer.name in names():
         _expect(make(reducer.spec, **_objects(reducer)).spec == reducer.spec, reducer, "is not rebuilt by its spec")
+
+
+def pretend_tower(reducer: WorksInside, tokens: VisualTokens, blocks: int = 6) -> tuple[Tensor, Reduction]:
+    """Put a reducer that works inside towers through a small made-up one, which the tokens of one image enter.
+
+    Returns what came out at its end, of shape (M, D), and what that is made of. The CLS token goes along where there
+    is one. Same width, same tower.
+    """
+    source, width = torch.Generator().manual_seed(0), tokens.width
+    heads, aside = 2 - width % 2, int(tokens.cls is not None)
+    states = tokens.patches.float() if tokens.cls is None else torch.cat([tokens.cls[None], tokens.patches]).float()
+    passage = reducer.begin(states[aside:], tokens.grid, blocks, bool(aside))
+    _expect(len(passage.removals) == blocks, reducer, f"spread its removals over {len(passage.removals)} blocks")
+    for _ in range(blocks):
+        weights = torch.randn(4, width, width, generator=source) / width**0.5
+        query, key, value = (
+            (states @ weight).unflatten(1, (heads, -1)).transpose(0, 1) for weight in weights[:3]
+        )  # (heads, tokens, width / heads)
+        logits = query @ key.transpose(1, 2) * key.shape[2] ** -0.5
+        if passage.proportional:
+            logits[:, :, aside:] += passage.sizes.log()
+        attention = logits.softmax(-1)
+        states = states + (attention @ value).transpose(0, 1).flatten(1)
+        shown = {
+            "head_keys": key.mean(0)[aside:],
+            "keys": key.transpose(0, 1).flatten(1)[aside:],
+            "queries": query.transpose(0, 1).flatten(1)[aside:],
+            "attention": attention[:, :, aside:],
+        }
+        left = len(passage.done) - passage.due
+        passage = passage.advance({name: shown[name] for name in reducer.needs})
+        _expect(len(passage.done) == left, reducer, f"left {len(passage.done)} tokens in a block instead of {left}")
+        _expect(passage.sizes.shape == (left,), reducer, f"gave {len(passage.sizes)} sizes for {left} tokens")
+        _expect(bool((passage.sizes > 0).all()), reducer, "gave sizes that have no logarithm")
+        states = _stepped(states, aside, passage.step)
+        states = states + (states @ weights[3]).tanh()
+    passage = passage.finish()
+    return _stepped(states, aside, passage.step)[aside:], passage.done
+
+
+def _stepped(states: Tensor, aside: int, step: Reduction | None) -> Tensor:
+    return states if step is None else torch.cat([states[:aside], step.apply(states[aside:])])
 
 
 def same_plan(one: Reduction, other: Reduction) -> bool:
@@ -118,14 +167,25 @@ def same_plan(one: Reduction, other: Reduction) -> bool:
 
 
 def _plannable(
-    reducer: Reducer, images: Sequence[VisualTokens], before: Sequence[Tensor]
+    reducer: Reducer,
+    planned: Callable[[VisualTokens], Reduction],
+    images: Sequence[VisualTokens],
+    before: Sequence[Tensor],
 ) -> Iterator[tuple[VisualTokens, Reduction, Tensor]]:
     """The images that are large enough for the reducer's budget, with their first plan."""
     for image, patches in zip(images, before, strict=True):
         try:
-            yield image, reducer.plan(image), patches
+            yield image, planned(image), patches
         except UnmetBudget:
             _expect(getattr(reducer, "budget", None) is not None, reducer, "raised UnmetBudget without a budget")
+
+
+def _refuses(reducer: Reducer, image: VisualTokens) -> bool:
+    try:
+        reducer.plan(image)
+    except MissingSignal:
+        return True
+    return False
 
 
 def _check_plan(reducer: Reducer, image: VisualTokens, plan: Reduction) -> None:
@@ -152,6 +212,6 @@ def _objects(reducer: Reducer) -> dict[str, Any]:
     return {name: getattr(reducer, name) for name in names_ if not isinstance(getattr(reducer, name), plain)}
 
 
-def _expect(truth: bool, reducer: Reducer, complaint: str) -> None:
+def _expect(truth: bool, reducer: Reducer | WorksInside, complaint: str) -> None:
     if not truth:
-        raise AssertionError(f"{reducer!r} {complaint}.")
+        raise AssertionError(f"{reducer.spec} {complaint}.")

@@ -39,7 +39,9 @@ def read_sae(source: str | Path, *, kind: Kind | None = None, decoder: bool = Tr
     if kind is not None and kind not in get_args(Kind):
         raise BadParameter(f"kind must be one of {', '.join(map(repr, get_args(Kind)))}, got {kind!r}.")
     stored = Stored(locate(source))
-    return _reader(stored)(stored, decoder).build(stored.path, kind)
+    sae = _reader(stored)(stored, decoder).build(stored.path, kind)
+    sae.names = own.read_names(stored, sae.latents)
+    return sae
 
 
 def write_sae(sae: SAE, folder: str | Path, layout: str, dtype: torch.dtype = torch.float32) -> Path:

@@ -13,7 +13,14 @@ from torino.errors import BadFile, Unreachable
 from torino.formats.stored import ENDINGS
 
 NAMES = ("sae.safetensors", "sae_weights.safetensors", "ae.pt", "ae.safetensors")
-BESIDE = ("sparsity.safetensors", "activation_whitening.safetensors", "activations_store_state.safetensors")
+BESIDE = (
+    "sparsity.safetensors",
+    "activation_whitening.safetensors",
+    "activations_store_state.safetensors",
+    "evidence.safetensors",
+    "evidence.partial.safetensors",
+)
+SETTINGS = ("card.json", "cfg.json", "config.json", "names.json")
 DEPTH = 5  # levels below a folder that are searched: run/experiment/activations/trainer_0/ae.pt and one more
 
 _REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+?))?/?")
@@ -135,7 +142,7 @@ def _belonging(weights: PurePosixPath) -> list[str]:
     """Name a file of weights and its settings as patterns."""
     folder = weights.parent
     places = [folder, folder.parent] if folder.name == "checkpoints" else [folder]
-    beside = [escape(str(place / name)) for place in places for name in ("card.json", "cfg.json", "config.json")]
+    beside = [escape(str(place / name)) for place in places for name in SETTINGS]
     extra = [escape(str(folder / name)) for name in ("activation_scaler.json", "activation_whitening.safetensors")]
     return [escape(str(weights)), *beside, *extra]
 

@@ -1,9 +1,12 @@
-"""torino's own layout: ``sae.safetensors`` and ``card.json``."""
+"""torino's own layout: ``sae.safetensors``, ``card.json``, and ``names.json`` where concepts have names."""
 
 from __future__ import annotations
 
 import hashlib
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from torino.sae import SAE
 FORMAT = "torino-sae/1"
 FAMILY = "torino-sae/"
 WEIGHTS, CARD = "sae.safetensors", "card.json"
+NAMES, NAMES_FORMAT = "names.json", "torino-names/1"
 SEAL = "weights_sha256"
 
 
@@ -65,7 +69,49 @@ def write(sae: SAE, folder: Path, dtype: torch.dtype) -> Path:
     seal = _digest(tensors)
     write_arrays(folder / WEIGHTS, tensors, {"format": FORMAT, SEAL: seal})
     write_json(folder / CARD, {"format": FORMAT, **sae.facts(), SEAL: seal})
+    (folder / NAMES).unlink(missing_ok=True)  # of the weights that were here before
+    if sae.names:
+        write_names(folder, {latent: {"name": name} for latent, name in sae.names.items()}, sae.latents, seal=seal)
     return folder
+
+
+def read_names(stored: Stored, latents: int) -> dict[int, str]:
+    """Read the names of concepts next to the weights, of whatever layout; names that do not fit are left, and told."""
+    path = stored.path.parent / NAMES
+    try:
+        held = stored.json(NAMES)
+        if held is None or not str(held.get("format", "")).startswith("torino-names/"):
+            return {}
+        strange = held.get("latents", latents) != latents
+        if strange or (SEAL in held and SEAL in stored.header and held[SEAL] != stored.header[SEAL]):
+            raise BadFile(f"{path} names the concepts of other weights.")
+        named = cast(dict[str, dict[str, Any]], held["names"])
+        names = {int(latent): str(one["name"]) for latent, one in named.items()}
+        if any(not 0 <= latent < latents for latent in names):
+            raise BadFile(f"{path} names concepts that this SAE does not have.")
+        return names
+    except BadFile as error:
+        reason = str(error)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        reason = f"{path} does not hold a name for each concept in it."
+    warnings.warn(f"{reason} The names are left out: make them again with torino concepts.", stacklevel=2)
+    return {}
+
+
+def write_names(
+    folder: Path, names: Mapping[int, Mapping[str, Any]], latents: int, *, seal: str | None = None, **about: Any
+) -> Path:
+    """Write the names of concepts next to an SAE; ``seal`` ties them to weights in torino's layout."""
+    tied = {} if seal is None else {SEAL: seal}
+    listed = {str(latent): dict(names[latent]) for latent in sorted(names)}
+    return write_json(
+        folder / NAMES, {"format": NAMES_FORMAT, "latents": latents, **tied, "made_from": about, "names": listed}
+    )
+
+
+def seal_of(folder: Path) -> str | None:
+    """The seal of the weights in a folder, if they are in torino's layout."""
+    return Stored(folder / WEIGHTS).header.get(SEAL) if (folder / WEIGHTS).is_file() else None
 
 
 def _tensors(parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -8,8 +8,10 @@ from torino.reducers.divprune import DivPrune
 from torino.reducers.folder import Folder
 from torino.reducers.folder_full import FolderFull
 from torino.reducers.gtp import GTP
+from torino.reducers.gtp_tower import GTPTower
 from torino.reducers.hiprune import HiPrune
 from torino.reducers.hired import FasterVLM, HiRED
+from torino.reducers.inside import Passage, TowerReducer, WorksInside, inside_of
 from torino.reducers.prumerge import PruMerge
 from torino.reducers.prumerge_plus import PruMergePlus
 from torino.reducers.prunesid import PruneSID
@@ -17,6 +19,7 @@ from torino.reducers.random import Random
 from torino.reducers.scope import Scope
 from torino.reducers.scts import SCTS
 from torino.reducers.tome import ToMe
+from torino.reducers.tome_tower import ToMeTower
 from torino.reducers.torino import TorinoMerge, TorinoPrune
 from torino.reducers.visionzip import VisionZip
 from torino.reducers.vispruner import VisPruner
@@ -29,8 +32,10 @@ __all__ = [
     "FasterVLM",
     "Folder",
     "FolderFull",
+    "GTPTower",
     "HiPrune",
     "HiRED",
+    "Passage",
     "PruMerge",
     "PruMergePlus",
     "PruneSID",
@@ -38,12 +43,16 @@ __all__ = [
     "Reducer",
     "Scope",
     "ToMe",
+    "ToMeTower",
     "TorinoMerge",
     "TorinoPrune",
+    "TowerReducer",
     "VisPruner",
     "VisionZip",
+    "WorksInside",
     "describe",
     "get",
+    "inside_of",
     "make",
     "names",
     "register",

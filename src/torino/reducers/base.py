@@ -25,6 +25,12 @@ class Reducer(ABC):
     """Its name in the registry."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Signals beyond the patches that it reads: ``"cls"``, ``"cls_attention"``, ``"keys"``."""
+    views_need: ClassVar[frozenset[str]] = frozenset()
+    """Further signals that :meth:`plan_views` reads."""
+    shares_views: ClassVar[bool] = False
+    """Whether its budget is one for all views of an image, which :meth:`plan_views` shares out, not one for each."""
+    inside: ClassVar[bool] = False
+    """Whether it works inside a tower and ``needs`` signals of its blocks, see :mod:`torino.reducers.inside`."""
     always_shown: ClassVar[tuple[str, ...]] = ()
     """Hyperparameters that its spec names even at their defaults."""
     emits_cls: ClassVar[bool] = False
@@ -47,6 +53,27 @@ class Reducer(ABC):
     def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
         """Decide for several images; each is planned as if it were alone."""
         return ReductionBatch.of([self.plan(tokens) for tokens in images])
+
+    def plan_views(
+        self, base: VisualTokens, tiles: Sequence[VisualTokens | None], layout: tuple[int, int]
+    ) -> ReductionBatch:
+        """Decide for one image that is seen whole and in tiles; by default each view is an image of its own.
+
+        Parameters
+        ----------
+        base : VisualTokens
+            The view of the whole image.
+        tiles : sequence of VisualTokens or None
+            Tiles row by row; None for one that shows nothing of the image. May be empty.
+        layout : (int, int)
+            Rows and columns of tiles.
+
+        Returns
+        -------
+        ReductionBatch
+            The reduction of the base view, then those of the tiles that there are; any but all may keep no token.
+        """
+        return self.plan_batch([base, *(tile for tile in tiles if tile is not None)])
 
     @property
     def spec(self) -> str:
@@ -126,7 +153,7 @@ def describe(name: str) -> dict[str, str]:
         "name": name,
         "summary": (getdoc(cls) or "").split("\n")[0],
         "parameters": ", ".join(f"{field.name}={field.default!r}" for field in plain),
-        "needs": ", ".join(sorted(cls.needs)) or "patches only",
+        "needs": (", ".join(sorted(cls.needs)) or "patches only") + (", in every block" if cls.inside else ""),
         "length": "adaptive or fixed" if cls.adaptive else "fixed",
         "output": "merges" if cls.merges else "prunes",
         "cost": cls.cost,

@@ -48,7 +48,8 @@ class CDPruner(Reducer):
         Exactly this many patches are kept; at most N. No CLS token is emitted.
     relevance : {"text", "none"}
         Weigh patches by the question, which the signals ``"text"`` of shape (m, d) and ``"joint"`` of shape (N, d)
-        hold: question and patches in CLIP's joint space. With ``"none"`` r = 1, a plain DPP that needs no text.
+        hold: question and patches in CLIP's joint space, as :class:`torino.vlm.ClipText` gives them. With ``"none"``
+        r = 1, a plain DPP that needs no text.
     space : {"tap", "projected"}
         Where patches are compared: as the vision tower gives them, or after the projector (signal ``"projected"`` of
         shape (N, E)), as in the released code.
@@ -126,8 +127,9 @@ class CDPruner(Reducer):
         if "text" not in tokens.signals or not len(tokens.signals["text"]):
             raise MissingSignal(
                 "cdpruner chooses patches for a question, and these tokens do not carry one. Give its embedding in "
-                "CLIP's joint space as VisualTokens(..., signals={'text': ..., 'joint': ...}), or set "
-                "relevance='none' for a plain DPP."
+                "CLIP's joint space as VisualTokens(..., signals={'text': ..., 'joint': ...}), as "
+                "torino.vlm.open_clip_text(name).signals(tokens, question) does, or set relevance='none' for a plain "
+                "DPP."
             )
         joint = read_signal(tokens, "joint", self.name, (len(tokens), None))
         text = read_signal(tokens, "text", self.name, (None, joint.shape[1])).to(joint.device)

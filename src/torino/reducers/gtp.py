@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torino.errors import BadParameter, BadTokens
 from torino.reducers.base import Reducer, register
+from torino.reducers.divprune import products
 from torino.reducers.matching import Order, directions
 from torino.reducers.sentences import check_choice, check_count, check_number, read_signal, unmet
 from torino.reduction import Reduction
@@ -35,9 +36,9 @@ class GTP(Reducer):
     patches P are propagated to the kept ones K: x_K + alpha·Â_KP·x_P.
 
     Deviations: GTP takes a few patches in each block of a ViT, with a graph of the embeddings, and adds the log of
-    the tokens' scales to later attention logits (a host can, with :func:`gtp_step`); this is all of it at the tap,
-    with a graph of the patches there, as no later block sees the scales. Sums over queries leave out the CLS
-    token, one of N + 1. ``select="cosine"`` and ``hops`` are ours. Attention sparsity has no place here.
+    the tokens' scales to later attention logits, which is ``gtp-tower``; this is all of it at the tap, with a graph
+    of the patches there, as no later block sees the scales. Sums over queries leave out the CLS token, one of N + 1.
+    ``select="cosine"`` and ``hops`` are ours. Attention sparsity has no place here.
 
     Parameters
     ----------
@@ -103,9 +104,17 @@ class GTP(Reducer):
 
 
 def importance(attention: Tensor) -> Tensor:
-    """The MixedAttnMax rank of each patch: (H, T, T), rows are queries, to (T,) float32."""
+    """The MixedAttnMax rank of each patch: (H, T, T), rows are queries, to (T,) float32.
+
+    There may be rows of further queries above, such as that of the CLS token, which count as received only.
+
+    Examples
+    --------
+    >>> importance(torch.tensor([[[0.5, 0.5], [0.25, 0.75], [0.0, 1.0]]]))  # 0.25 · 0.75 and 1 · 2.25
+    tensor([0.1875, 2.2500])
+    """
     attention = attention.detach().float()
-    own = attention.diagonal(dim1=1, dim2=2).amax(0)
+    own = attention.diagonal(attention.shape[2] - attention.shape[1], dim1=1, dim2=2).amax(0)
     return own * attention.sum(1).amax(0)
 
 
@@ -119,18 +128,25 @@ def token_graph(patches: Tensor, grid: tuple[int, int], kind: Graph = "mixed", n
             [0.7071, 0.0000, 0.7071],
             [0.0000, 0.7071, 0.0000]])
     """
-    joined = _touching(grid).to(patches.device) if kind != "semantic" else _similar(patches, neighbours)
-    if kind == "mixed":
-        joined |= _similar(patches, neighbours)
+    n = len(patches)
+    joined = patches.new_zeros(n, n, dtype=torch.bool) if kind == "spatial" else _similar(patches, neighbours)
+    if kind != "semantic":
+        _join_touching(joined, grid)
     joined.fill_diagonal_(False)
-    scale = joined.sum(1).clamp(min=1).float().rsqrt()
-    return scale[:, None] * joined * scale
+    scale = joined.view(torch.uint8).sum(1, dtype=torch.int32).clamp(min=1).float().rsqrt()
+    return torch.outer(scale, scale).mul_(joined)
 
 
-def _touching(grid: tuple[int, int]) -> Tensor:
-    """Which patches are at most one row and one column apart, themselves included, shape (N, N)."""
-    row, column = (torch.ones(size, size, dtype=torch.bool).triu(-1).tril(1) for size in grid)
-    return (row[:, None, :, None] & column[None, :, None, :]).reshape(len(row) * len(column), -1)
+def _join_touching(joined: Tensor, grid: tuple[int, int]) -> None:
+    """Join patches that are at most one row and one column apart, in place in ``joined`` (N, N): eight diagonals."""
+    columns = grid[1]
+    place = torch.arange(len(joined), device=joined.device) % columns
+    for down, right in ((0, 1), (1, -1), (1, 0), (1, 1)):
+        apart = down * columns + right
+        if 0 < apart < len(joined):
+            within = ((place + right >= 0) & (place + right < columns))[:-apart]
+            joined.diagonal(apart).logical_or_(within)
+            joined.diagonal(-apart).logical_or_(within)
 
 
 def _similar(patches: Tensor, k: int) -> Tensor:
@@ -142,24 +158,32 @@ def _similar(patches: Tensor, k: int) -> Tensor:
     n, width = patches.shape
     if k >= n - 1:
         return torch.ones(n, n, dtype=torch.bool, device=patches.device)
-    unit = directions(patches)
-    narrow = unit.float()
-    rough = (narrow @ narrow.T).fill_diagonal_(-torch.inf)
+    narrow = _unit_length(patches)
+    rough = products(narrow).fill_diagonal_(-torch.inf)
     last = rough.topk(k, dim=1).values[:, -1:]
-    slack = 2 * ((width + 8) * 2.0**-24 + input_rounding(narrow))
+    slack = 2 * ((width + 16) * 2.0**-24 + input_rounding(narrow))
     joined = rough >= last - slack
-    open_ = (joined.sum(1) > k).nonzero()[:, 0]
+    open_ = (joined.view(torch.uint8).sum(1, dtype=torch.int32) > k).nonzero()[:, 0]
     if len(open_) == 0:
         return joined
     above = rough[open_] > last[open_] + slack
     row, column = (joined[open_] & ~above).nonzero(as_tuple=True)
     if len(row) > 2 * n:
+        unit = directions(patches)
         exact = (unit @ unit.T).float().fill_diagonal_(-torch.inf)
         return exact >= exact.topk(k, dim=1).values[:, -1:]
     exact = above * 4.0 - 2.0  # beyond any cosine, either way
-    exact[row, column] = (unit[open_[row]] * unit[column]).sum(1).float()
+    exact[row, column] = (directions(patches[open_[row]]) * directions(patches[column])).sum(1).float()
     joined[open_] = exact >= exact.topk(k, dim=1).values[:, -1:]
     return joined
+
+
+def _unit_length(patches: Tensor) -> Tensor:
+    """Patches of unit length in float32, each number within three roundings; those of no length stay zero."""
+    size = torch.linalg.vector_norm(patches.detach(), dim=1, keepdim=True, dtype=torch.float64)
+    if bool(((size > 2.0**-60) & (size < 2.0**60) | (size == 0)).all()):
+        return patches.detach().float() / size.clamp(min=2.0**-60).float()
+    return directions(patches).float()  # where float32 could lose digits
 
 
 def gtp_step(
@@ -175,11 +199,11 @@ def gtp_step(
 ) -> Reduction:
     """Let ``propagated`` of T tokens go, and pass them on to those that stay: one block's step, or all of it at once.
 
-    Inside a tower, a host keeps the CLS token aside and starts with ``done = Reduction.identity(grid)``,
+    Inside a tower the CLS token is kept aside, and one starts with ``done = Reduction.identity(grid)``,
     ``graph = token_graph(embedded patches, grid)`` and ``scales`` of ones. In each block, between attention and MLP:
     ``step = gtp_step(graph, importance(attention), p, alpha)``, ``states = step.apply(states)``,
     ``scales = step.apply(scales)``, ``graph = graph[step.anchor][:, step.anchor]``, ``done = done.then(step)``. From
-    then on ln(scales) belongs on the key side of the attention logits.
+    then on ln(scales) belongs on the key side of the attention logits. ``gtp-tower`` does this.
 
     Parameters
     ----------

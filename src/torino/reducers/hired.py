@@ -7,7 +7,7 @@ AAAI 2025). On one tile FasterVLM is the same method.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -24,36 +24,18 @@ Order = Literal["raster", "native"]
 Fidelity = Literal["released", "paper"]
 
 
-@register("hired")
 @dataclass(frozen=True)
-class HiRED(Reducer):
-    """Keep the patches of highest CLS attention (HiRED on a single tile, as for LLaVA-1.5).
-
-    With a_i the attention of the CLS token to patch i at the tap block, summed over heads, the ``budget`` patches of
-    highest a_i are kept, ties to the lowest index; a_i is their score. For the tiles of a high-resolution image see
-    :func:`plan_tiles`, which shares one budget among them.
-
-    Reads ``"cls_attention"`` of shape (H, N). Prunes. As released, except that every image of a batch gets its own
-    patches (the release uses those of the first) and that the budget is a count, not a rate.
-
-    Parameters
-    ----------
-    budget : int
-        Exactly this many tokens, at most N.
-    order : {"raster", "native"}
-        By place as released, or by falling attention.
-    """
+class MostAttended(Reducer):
+    """What HiRED and FasterVLM share: the patches of one view that the CLS token attends to most."""
 
     budget: int
     order: Order = "raster"
 
     needs: ClassVar[frozenset[str]] = frozenset({"cls_attention"})
     emits_cls: ClassVar[bool] = False
-    paper: ClassVar[str] = "Arif et al., AAAI 2025, arXiv 2408.10945"
     merges: ClassVar[bool] = False
     adaptive: ClassVar[bool] = False
     cost: ClassVar[str] = "O(H·N)"
-    original_licence: ClassVar[str] = "MIT"
 
     def __post_init__(self) -> None:
         """Refuse hyperparameters out of range."""
@@ -65,13 +47,74 @@ class HiRED(Reducer):
         return _most_attended(tokens, self.budget, self.order, self.name, self.spec)
 
 
+@register("hired")
+@dataclass(frozen=True)
+class HiRED(MostAttended):
+    """Keep the patches of highest CLS attention, with one budget for all tiles of an image (HiRED).
+
+    With a_i the attention of the CLS token to patch i at the tap block, summed over heads, the ``budget`` patches of
+    highest a_i are kept, ties to the lowest index; a_i is their score. Where an image is seen whole and in tiles, as
+    in LLaVA-NeXT, the budget is that of the whole image: the base view gets a share ``alpha`` of it, and the tiles
+    share the rest by how much of what the CLS token attends to in block 0 of the base view lies in each. A tile may
+    get nothing. See :func:`torino.reducers.hired.tile_budgets`.
+
+    Reads ``"cls_attention"`` of shape (H, N), and ``"cls_attention@0"`` of the base view where there are tiles. Prunes.
+    As released, except that every image of a batch gets its own patches (the release uses those of the first), that
+    the budget is a count, not a rate, and that no token of it is lost to rounding or to tiles that are full.
+
+    Parameters
+    ----------
+    budget : int
+        Exactly this many tokens, at most N; with tiles, at most the patches of all views together.
+    order : {"raster", "native"}
+        By place as released, or by falling attention.
+    alpha : float
+        Share of the base view, from 0 to 1; without tiles it has no meaning.
+    fidelity : {"released", "paper"}
+        Which patches of the base view belong to a tile: runs of consecutive patches, or those that lie where the tile
+        lies.
+    """
+
+    alpha: float = 0.5
+    fidelity: Fidelity = "released"
+
+    views_need: ClassVar[frozenset[str]] = frozenset({"cls_attention@0"})
+    shares_views: ClassVar[bool] = True
+    paper: ClassVar[str] = "Arif et al., AAAI 2025, arXiv 2408.10945"
+    original_licence: ClassVar[str] = "MIT"
+
+    def __post_init__(self) -> None:
+        """Refuse hyperparameters out of range."""
+        super().__post_init__()
+        _check_alpha(self.alpha)
+        check_choice("fidelity", self.fidelity, Fidelity)
+
+    def plan_views(
+        self, base: VisualTokens, tiles: Sequence[VisualTokens | None], layout: tuple[int, int]
+    ) -> ReductionBatch:
+        """Plan the base view and the tiles of one image under the one budget."""
+        if not tiles:
+            return ReductionBatch.of([self.plan(base)])
+        plans = plan_tiles(
+            base,
+            tiles,
+            self.budget,
+            layout=layout,
+            alpha=self.alpha,
+            fidelity=self.fidelity,
+            order=self.order,
+        )
+        return ReductionBatch.of([replace(plan, by=self.spec) for plan in plans])
+
+
 @register("fastervlm")
 @dataclass(frozen=True)
-class FasterVLM(HiRED):
+class FasterVLM(MostAttended):
     """Keep the patches of highest CLS attention (FasterVLM): ``hired`` on one tile by another name.
 
     FasterVLM averages the attention over heads where HiRED sums it, which ranks patches alike. [CLS] Attention is
-    All You Need for Training-Free Visual Token Pruning (Zhang et al., 2024), later part of VisPruner.
+    All You Need for Training-Free Visual Token Pruning (Zhang et al., 2024), later part of VisPruner. Where an image
+    has tiles the budget is that of each.
 
     Parameters
     ----------
@@ -145,9 +188,7 @@ def tile_budgets(
         )
     for name, value in (("tiles", down), ("tiles", across), ("budget", budget)):
         check_count(name, value)
-    check_number("alpha", alpha)
-    if alpha > 1:
-        raise BadParameter(f"alpha must be between 0 and 1, got {alpha!r}.")
+    _check_alpha(alpha)
     check_choice("fidelity", fidelity, Fidelity)
     room = [n] * (count + 1) if room is None else list(room)
     if len(room) != count + 1:
@@ -182,7 +223,7 @@ def tile_budgets(
 
 def plan_tiles(
     base: VisualTokens,
-    tiles: Sequence[VisualTokens],
+    tiles: Sequence[VisualTokens | None],
     budget: int,
     *,
     layout: tuple[int, int],
@@ -200,8 +241,8 @@ def plan_tiles(
     ----------
     base : VisualTokens
         The base view, with ``cls_attention`` and the signal ``"cls_attention@0"``, that of block 0.
-    tiles : sequence of VisualTokens
-        The tiles row by row, with ``cls_attention``.
+    tiles : sequence of VisualTokens or None
+        The tiles row by row, with ``cls_attention``; None for one that shows nothing of the image, and gets nothing.
     budget : int
         Tokens of the whole image.
     layout : (int, int)
@@ -214,21 +255,28 @@ def plan_tiles(
     Returns
     -------
     ReductionBatch
-        The reduction of the base view, then those of the tiles.
+        The reduction of the base view, then those of the tiles that there are.
     """
     check_choice("order", order, Order)
     if layout[0] * layout[1] != len(tiles):
         raise BadParameter(f"layout {layout[0]}x{layout[1]} holds {layout[0] * layout[1]} tiles, got {len(tiles)}.")
     views = [base, *tiles]
     first = read_signal(base, "cls_attention@0", "hired", (None, len(base)))
-    room = [len(view) for view in views]
+    room = [0 if view is None else len(view) for view in views]
     shares = tile_budgets(first, base.grid, layout, budget, alpha=alpha, room=room, fidelity=fidelity, exact=exact)
     return ReductionBatch.of(
         [
             _most_attended(view, share, order, "hired", f"hired(budget={share})")
             for view, share in zip(views, shares, strict=True)
+            if view is not None
         ]
     )
+
+
+def _check_alpha(alpha: float) -> None:
+    check_number("alpha", alpha)
+    if alpha > 1:
+        raise BadParameter(f"alpha must be between 0 and 1, got {alpha!r}.")
 
 
 def _summed(attention: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Zhang et al., ICLR 2026, arXiv 2603.09480). Written from descriptions of the met
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -19,6 +20,7 @@ from torch.nn.functional import normalize
 
 from torino.errors import BadParameter, BadTokens
 from torino.reducers.base import Reducer, register
+from torino.reducers.divprune import products
 from torino.reducers.random import fingerprint
 from torino.reducers.sentences import check_choice, check_count, check_flag, check_number, read_signal, unmet
 from torino.reduction import Reduction
@@ -30,6 +32,12 @@ Decomposition = Literal["exact", "randomised"]
 Ints = NDArray[np.int64]
 
 ROUNDS = 2  # power iterations of the randomised decomposition, as in the released code
+
+SPARE = 32  # directions followed beside those wanted
+MANY = 5  # how many times more there must be than are followed, to be faster than all of them at once
+SETTLED = 1e-14  # how far from an eigenvector a direction may be, to the largest eigenvalue: eigh has as much
+TURNS, DEGREE = 5, 10  # at most
+GROWTH = 40  # strongest over weakest wanted, as a log: beyond this, rounding errors of the strong drown the weak
 
 
 @register("prunesid")
@@ -183,11 +191,11 @@ class PruneSID(Reducer):
         exact = self.decomposition == "exact"
         z = patches.detach().float().to(torch.float64 if exact else torch.float32).sigmoid()
         size = float(z.norm())
-        z = z - z.mean(1 if self.fidelity == "released" else 0, keepdim=True)
+        z.sub_(z.mean(1 if self.fidelity == "released" else 0, keepdim=True))
         groups = min(groups, *z.shape)
         if exact:
-            value, vector = torch.linalg.eigh(z @ z.T)
-            value, vector = value.flip(0)[:groups].clamp(min=0).sqrt(), vector.flip(1)[:, :groups]
+            value, vector = leading(products(z if len(z) <= z.shape[1] else z.T), groups)
+            value = value.clamp(min=0).sqrt()
         else:
             source = torch.Generator().manual_seed(self._seed(patches))
             basis = torch.randn(len(z), groups, generator=source).to(z.device)
@@ -199,6 +207,8 @@ class PruneSID(Reducer):
         # what rounding alone can leave behind: of the strongest direction, and of the mean that was subtracted
         of_first, of_mean = (1e-6, 1e-10) if exact else (1e-4, 1e-6)
         real = value > max(of_first * float(value[0]), of_mean * size)
+        if len(vector) < len(z):  # directions over the channels
+            vector = z @ (vector / value.where(real, torch.inf))
         loading = (vector * real)[:, : max(1, int(real.sum()))].abs().double().cpu().numpy()
         return loading.round(9)  # so that equal patches, which rounding errors tell apart, tie
 
@@ -206,6 +216,56 @@ class PruneSID(Reducer):
         """A seed of its own for each image, whatever batch it comes in."""
         told = f"prunesid {self.seed}".encode() + fingerprint(patches)
         return int.from_bytes(blake2b(told, digest_size=8).digest(), "little")
+
+
+def leading(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest eigenvalues, falling, of a symmetric matrix without negative ones, and vectors (N, count).
+
+    As exact as :func:`torch.linalg.eigh`, and faster where few are wanted of many: see :func:`_filtered`. That is left
+    to ``eigh`` where the eigenvalues fall so slowly that it would take long.
+    """
+    found = _filtered(gram, count, count + SPARE) if MANY * (count + SPARE) <= len(gram) else None
+    if found is None:
+        value, vector = torch.linalg.eigh(gram)
+        return value.flip(0)[:count], vector.flip(1)[:, :count]
+    return found
+
+
+def _filtered(gram: Tensor, count: int, width: int) -> tuple[Tensor, Tensor] | None:
+    """Leading eigenvalues and vectors by subspace iteration; None where these are not settled soon.
+
+    ``width`` directions, at first random, are turned into the best approximations of eigenvectors within what they
+    span, and multiplied by a Chebyshev polynomial of the matrix. That is small on all eigenvalues below the weakest
+    of them, and the larger the farther beyond (Zhou, Saad, Tiago and Chelikowsky, 2006).
+    """
+    start = torch.randn(len(gram), width, generator=torch.Generator().manual_seed(0)).to(gram)
+    value, vector, image = _within(gram, gram @ (gram @ start))
+    for _ in range(TURNS):
+        first, last, cut = float(value[0]), float(value[count - 1]), float(value[-1])
+        error = float((image - vector * value)[:, :count].norm(dim=0).max())
+        if error <= SETTLED * first:
+            return value[:count], vector[:, :count]
+        if cut <= 1e-13 * first or last < 1.5 * cut:
+            return None
+        far, near = math.acosh(2 * first / cut - 1), math.acosh(2 * last / cut - 1)  # growth with each degree, as logs
+        enough = math.ceil((math.log(error / (SETTLED * first)) + 2) / near)
+        degree = min(enough, int(GROWTH / max(far - near, GROWTH / DEGREE)))
+        shifted = (4 / cut) * gram
+        shifted.diagonal().sub_(2)
+        before, now = vector, (2 / cut) * image - vector
+        for _ in range(degree - 1):
+            before, now = now, torch.addmm(before, shifted, now, beta=-1)
+        value, vector, image = _within(gram, now / now.norm(dim=0))
+    return None
+
+
+def _within(gram: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rayleigh–Ritz: values falling, vectors, and the matrix times these, as good as what the columns span allows."""
+    basis = torch.linalg.qr(columns).Q
+    image = gram @ basis
+    value, turn = torch.linalg.eigh(basis.T @ image)
+    turn = turn.flip(1)
+    return value.flip(0), basis @ turn, image @ turn
 
 
 def suppress(unit: Tensor, tau: float, order: Ints, group: Ints) -> NDArray[np.bool_]:
@@ -234,7 +294,7 @@ def suppress(unit: Tensor, tau: float, order: Ints, group: Ints) -> NDArray[np.b
         return np.ones(len(order), np.bool_)
     ranked = unit[torch.from_numpy(order).to(unit.device)]
     label = torch.from_numpy(group[order]).to(unit.device)
-    rivals = (ranked @ ranked.T).clamp(max=1) > tau
+    rivals = products(ranked) > tau
     rivals = (rivals & (label[:, None] == label)).triu(1).float()  # the row is better than the column, and too like it
     open_ = torch.ones(len(order), dtype=torch.bool, device=unit.device)
     survives = ~open_
@@ -263,7 +323,8 @@ def redundancy(unit: Tensor) -> float:
     n = len(unit)
     if n < 2:
         return 0.0
-    whole, own = unit.sum(0, dtype=torch.float64).square().sum(), unit.square().sum(dtype=torch.float64)
+    wide = unit.double()
+    whole, own = wide.sum(0).square().sum(), wide.flatten().dot(wide.flatten())
     return float((whole - own) / (n * (n - 1)))
 
 

@@ -19,6 +19,7 @@ from torino.tokens import VisualTokens
 
 Order = Literal["raster", "native"]
 UNIT = 1 << 24  # similarities are whole numbers of 1/UNIT, the step of float32 just below 1
+ROWS = 127  # this many of them add up to less than 2**31
 
 
 @register("scope")
@@ -74,22 +75,26 @@ class Scope(Reducer):
         if self.budget > n:
             raise unmet(self.name, self.budget, n, "its patches")
         saliency = attention.detach().double().sum(0).cpu().numpy() ** self.alpha
-        similar = cosines(tokens.patches).clamp_(0, 1).mul_(UNIT).round_().int().cpu().numpy()
-        gain = similar.sum(1, dtype=np.float64)  # whole numbers far below 2**53: exact
+        whole = cosines(tokens.patches).clamp_(0, 1).mul_(UNIT).round_().int().cpu()
+        similar, gain = whole.numpy(), whole.sum(1).double().numpy()  # far below 2**53: exact
         covered, covers = np.zeros(n, np.int32), np.full(n, -1)
         kept, score = np.empty(self.budget, np.int64), np.empty(self.budget)
         for step in range(self.budget):
             worth = gain * saliency
-            pick = int(worth.argmax())
+            pick = worth.argmax()
             kept[step], score[step] = pick, worth[pick]
             row = similar[pick]
             rose = (row > covered).nonzero()[0]
-            before, after = covered[rose], row[rose]
-            lost = similar[rose]  # of what each patch could add there, the part from before to after is now taken
-            np.maximum(lost, before[:, None], out=lost)
-            np.minimum(lost, after[:, None], out=lost)
-            gain -= lost.sum(0) - before.sum()
-            covered[rose], covers[rose] = after, step
+            for start in range(0, len(rose), ROWS):
+                some = rose[start : start + ROWS]
+                before, after = covered.take(some), row.take(some)
+                lost = similar.take(some, 0)  # of what each patch could add there, the part from before to after
+                np.maximum(lost, before[:, None], out=lost)
+                np.minimum(lost, after[:, None], out=lost)
+                gain -= lost.sum(0, dtype=np.int32)
+                gain += before.sum()
+            np.maximum(covered, row, out=covered)
+            covers[rose] = step
             gain[pick], saliency[pick] = -1, 1.0  # below every patch that is left, as these have at least 0
         covers[kept] = np.arange(self.budget)  # a kept patch stands for itself
         if self.order == "raster":

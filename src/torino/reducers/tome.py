@@ -1,4 +1,4 @@
-"""ToMe at the tap layer: merge the most similar pairs, a few at a time; and one step of it for use inside a tower.
+"""ToMe at the tap layer: merge the most similar pairs, a few at a time; and one step of it, for use inside a tower.
 
 Bolya et al., Token Merging: Your ViT But Faster, ICLR 2023 (arXiv 2210.09461).
 """
@@ -32,10 +32,10 @@ class ToMe(Reducer):
     tap, and 384 of 576 go in 23 of them, as many as the blocks up to LLaVA's layer: 7 × 16, then 16 × 17.
 
     Deviations: ToMe is not a selector on finished features. In a tower the later blocks see merged tokens, compute
-    new keys from them and add ln(size) to the attention logits of keys; here the keys of a merged token are
-    the mean of its patches' keys. For the real thing a host calls :func:`tome_step` in each block. Nobody states
-    which schedule gave the ToMe rows of LLaVA tables. With ``steps=None, between="raster", class_token=False`` it is
-    ``folder(metric="head_keys", log_size_scale="never")``. Not permutation equivariant.
+    new keys from them and add ln(size) to the attention logits of keys, which is ``tome-tower``; here the keys of a
+    merged token are the mean of its patches' keys. Nobody states which schedule gave the ToMe rows of LLaVA tables.
+    With ``steps=None, between="raster", class_token=False`` it is ``folder(metric="head_keys",
+    log_size_scale="never")``. Not permutation equivariant.
 
     Parameters
     ----------
@@ -87,10 +87,11 @@ def tome_step(
 ) -> Reduction:
     """One block's merge, between its attention and its MLP: a matrix for the patches that this block holds.
 
-    A host keeps the CLS token aside, starts with ``done = Reduction.identity(grid)`` and ``sizes`` of ones, and in
+    One keeps the CLS token aside, starts with ``done = Reduction.identity(grid)`` and ``sizes`` of ones, and in
     each block takes ``step = tome_step(keys, sizes, r)``, ``states = step.apply(states)``,
     ``sizes = merged_sizes(step, sizes)`` and ``done = done.then(step)``. From then on ln(sizes) belongs on
     the key side of the attention logits (proportional attention). ``done`` tells what each token is made of.
+    ``tome-tower`` does this.
 
     Parameters
     ----------

@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from importlib import import_module
 
+from torino.vlm.asked import Asking, ClipText, open_clip_text
 from torino.vlm.door import ReducedInputs, ReducingProcessor, apply, reduced, remove
 from torino.vlm.host import Host, families, host_of, serve
 from torino.vlm.trace import Look, Trace
 
 __all__ = [
+    "Asking",
+    "ClipText",
     "Host",
     "Look",
     "ReducedInputs",
@@ -18,6 +21,7 @@ __all__ = [
     "apply",
     "families",
     "host_of",
+    "open_clip_text",
     "reduced",
     "remove",
     "serve",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torino.errors import BadParameter
 from torino.reducers import Reducer
+from torino.vlm.asked import Asking, ClipText, Question, said
 from torino.vlm.caller import Caller
 from torino.vlm.host import Host, Positions, host_of
 from torino.vlm.repack import FILL, Side
@@ -32,6 +33,7 @@ class Setting:
     host: Host
     trace: Trace
     positions: Positions = "compact"
+    asking: Asking | None = None
     over: threading.Event = field(default_factory=threading.Event)
     """Set when the block ends; tasks that outlive it carry on with the stock model."""
 
@@ -40,7 +42,7 @@ class Setting:
         """Shrinks inputs and writes it down, out of sight of any compiler, which could not follow hooks."""
 
         def shrink(given: Mapping[str, Any], side: Side | None) -> dict[str, Any]:
-            shrunk, look = self.host.shrink(given, self.reducer, self.positions, side=side)
+            shrunk, look = self.host.shrink(given, self.reducer, self.positions, side=side, asking=self.asking)
             self.trace.add(look)
             return shrunk
 
@@ -54,7 +56,13 @@ _DOOR = "_torino_door"
 
 
 @contextmanager
-def reduced(model: nn.Module, reducer: Reducer, *, positions: Positions = "compact") -> Generator[Trace]:
+def reduced(
+    model: nn.Module,
+    reducer: Reducer,
+    *,
+    positions: Positions = "compact",
+    asking: ClipText | Asking | None = None,
+) -> Generator[Trace]:
     """Let a model answer with fewer visual tokens inside the block, and leave no trace of it behind.
 
     ``generate`` and ``forward`` of this one model object take the same inputs as ever.
@@ -77,13 +85,15 @@ def reduced(model: nn.Module, reducer: Reducer, *, positions: Positions = "compa
     reducer : Reducer
     positions : {"compact", "original"}
         Number the remaining tokens anew, or keep the positions they had in the full prompt.
+    asking : Asking, optional
+        The question and who reads it, for reducers that choose patches by it: see :meth:`ClipText.about`.
 
     Yields
     ------
     Trace
         The Reduction of every image, with counts and times.
     """
-    setting = _setting(model, reducer, positions)
+    setting = _setting(model, reducer, positions, asking)
     token = _here.set({**(_here.get() or {}), id(model): setting})
     _install(model)
     try:
@@ -97,9 +107,15 @@ def reduced(model: nn.Module, reducer: Reducer, *, positions: Positions = "compa
             _here.reset(token)
 
 
-def apply(model: nn.Module, reducer: Reducer, *, positions: Positions = "compact") -> Trace:
+def apply(
+    model: nn.Module,
+    reducer: Reducer,
+    *,
+    positions: Positions = "compact",
+    asking: ClipText | Asking | None = None,
+) -> Trace:
     """Reduce a model's visual tokens until :func:`remove`, in all threads. Prefer :func:`reduced` where it fits."""
-    setting = _setting(model, reducer, positions)
+    setting = _setting(model, reducer, positions, asking)
     with _lock:
         door = _door(model)
         if door is None or door.everywhere is None:
@@ -118,14 +134,18 @@ def remove(model: nn.Module) -> None:
             _uninstall(model)
 
 
-def _setting(model: nn.Module, reducer: Reducer, positions: Positions) -> Setting:
+def _setting(
+    model: nn.Module, reducer: Reducer, positions: Positions, asking: ClipText | Asking | None = None
+) -> Setting:
     if positions not in ("compact", "original"):
         raise BadParameter(f"positions must be 'compact' or 'original', got {positions!r}.")
     if not isinstance(reducer, Reducer):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not type-check
         raise BadParameter(
             f"reducer must be a Reducer, such as torino.make('torino-m', sae=...), got {type(reducer).__name__}."
         )
-    setting = Setting(reducer, host_of(model), Trace(), positions)
+    if isinstance(asking, ClipText):
+        asking = asking.about()
+    setting = Setting(reducer, host_of(model), Trace(), positions, asking)
     _ = setting.shrink  # made here, where nothing is being compiled yet
     return setting
 
@@ -332,6 +352,9 @@ class ReducingProcessor:
     reducer : Reducer
     positions : {"compact", "original"}
         Number the remaining tokens anew, or keep the positions they had in the full prompt.
+    asking : ClipText or Asking, optional
+        For reducers that choose patches by a question, which is that of :meth:`ClipText.about`, or that of a call
+        (``question=``), or what the user said last in a conversation, or all words of the prompt.
 
     Attributes
     ----------
@@ -339,31 +362,43 @@ class ReducingProcessor:
         What became of every image so far.
     """
 
-    def __init__(self, processor: Any, model: nn.Module, reducer: Reducer, *, positions: Positions = "compact") -> None:
+    def __init__(
+        self,
+        processor: Any,
+        model: nn.Module,
+        reducer: Reducer,
+        *,
+        positions: Positions = "compact",
+        asking: ClipText | Asking | None = None,
+    ) -> None:
         self.processor = processor
-        self.setting = _setting(model, reducer, positions)
+        self.setting = _setting(model, reducer, positions, asking)
 
     @property
     def trace(self) -> Trace:
         """What became of every image so far."""
         return self.setting.trace
 
-    def __call__(self, *arguments: Any, **given: Any) -> ReducedInputs:
-        """Process, encode and reduce; takes what the model's own processor takes."""
+    def __call__(self, *arguments: Any, question: Question | None = None, **given: Any) -> ReducedInputs:
+        """Process, encode and reduce; takes what the model's own processor takes, and the question apart from it."""
         given.setdefault("return_tensors", "pt")
-        return self._reduce(self.processor(*arguments, **given), given)
+        return self._reduce(self.processor(*arguments, **given), given, question)
 
-    def apply_chat_template(self, *arguments: Any, **given: Any) -> Any:
+    def apply_chat_template(self, *arguments: Any, question: Question | None = None, **given: Any) -> Any:
         """Write a conversation as the model's own processor does; where that gives inputs, they are reduced."""
+        if question is None and self.setting.asking is not None and self.setting.asking.question is None:
+            question = said(arguments[0] if arguments else given.get("conversation"))
         if given.get("return_dict"):
             given.setdefault("return_tensors", "pt")
         written = self.processor.apply_chat_template(*arguments, **given)
         options = {**given, **(given.get("processor_kwargs") or {})}
-        return self._reduce(written, options) if isinstance(written, Mapping) else written
+        return self._reduce(written, options, question) if isinstance(written, Mapping) else written
 
     @torch.no_grad()
-    def _reduce(self, processed: Mapping[str, Any], given: Mapping[str, Any]) -> ReducedInputs:
-        host = self.setting.host
+    def _reduce(
+        self, processed: Mapping[str, Any], given: Mapping[str, Any], question: Question | None
+    ) -> ReducedInputs:
+        host, asking = self.setting.host, self.setting.asking
         device = next(host.model.parameters()).device
         full = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in processed.items()}
         if not host.has_images(full):
@@ -373,7 +408,9 @@ class ReducingProcessor:
                 f"The processor gave input_ids as {type(full.get('input_ids')).__name__}, and reduction needs tensors. "
                 'Give return_tensors="pt", or leave it out.'
             )
-        shrunk, look = host.shrink(full, self.setting.reducer, self.setting.positions, side="left")
+        if asking is not None:
+            asking = asking.or_prompts(self.processor, question)
+        shrunk, look = host.shrink(full, self.setting.reducer, self.setting.positions, side="left", asking=asking)
         self.setting.trace.add(replace(look, padding=self._padding(given)))
         return ReducedInputs(shrunk)
 

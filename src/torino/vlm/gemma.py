@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from torino.errors import TorinoError
-from torino.reducers import Reducer
+from torino.reducers import Reducer, WorksInside
+from torino.reduction import ReductionBatch
 from torino.tokens import Origin, VisualTokens
-from torino.vlm.host import Positions
+from torino.vlm.asked import Asking
+from torino.vlm.host import Positions, Sight
+from torino.vlm.inside import pass_through
 from torino.vlm.internvl import CellHost, cells_of
 from torino.vlm.repack import Side
-from torino.vlm.tap import Tapped, anatomy, tap
+from torino.vlm.tap import Anatomy, Tapped, anatomy, tap
 from torino.vlm.trace import Look
 
 
@@ -23,18 +26,27 @@ class _Siglip(CellHost):
 
     def output(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> tuple[Tensor, Tapped, Origin]:
         """Patches after the tower's last norm, shape (pictures, patches, D), and where they come from."""
-        tower, pixels = self.inner.vision_tower, inputs["pixel_values"]
+        (tower, parts), pixels = self.tower(), inputs["pixel_values"]
+        blocks = len(parts.blocks)
+        seen = tap(tower, parts, blocks - 1, needs, lambda: tower(pixels))
+        # numbered as a block after the last, so that an SAE of the last block itself is not taken for one of these
+        return self.norm(seen.states), seen, Origin(parts.name, blocks)
+
+    def tower(self) -> tuple[Any, Anatomy]:
+        """The tower and its parts."""
+        tower = self.inner.vision_tower
         parts = anatomy(tower)
         if parts.has_cls:
             raise TorinoError(
                 f"Models of this family read a SigLIP tower, and this one has a {type(tower).__name__}, whose output "
                 "torino does not know how to place. Use a model with a SigLIP tower."
             )
-        blocks = len(parts.blocks)
-        seen = tap(tower, parts, blocks - 1, needs, lambda: tower(pixels))
-        norm = getattr(tower, "vision_model", tower).post_layernorm
-        # numbered as a block after the last, so that an SAE of the last block itself is not taken for one of these
-        return norm(seen.states), seen, Origin(parts.name, blocks)
+        return tower, parts
+
+    def norm(self, states: Tensor) -> Tensor:
+        """The norm after the last block."""
+        tower = self.inner.vision_tower
+        return getattr(tower, "vision_model", tower).post_layernorm(states)
 
 
 class PaliGemma(_Siglip):
@@ -45,20 +57,35 @@ class PaliGemma(_Siglip):
     """
 
     families: ClassVar[tuple[str, ...]] = ("paligemma",)
+    closed: ClassVar[str] = ""
 
     def see(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> list[VisualTokens]:
         """Patches of every image."""
         return cells_of(*self.output(inputs, needs))
+
+    def look_inside(self, inputs: Mapping[str, Any], reducer: WorksInside) -> tuple[Sight, ReductionBatch]:
+        """The same with a reducer at work in all blocks."""
+        (tower, parts), pixels = self.tower(), inputs["pixel_values"]
+        side = tower.config.patch_size
+        grid = (pixels.shape[-2] // side, pixels.shape[-1] // side)
+        passed = pass_through(tower, parts, len(parts.blocks) - 1, reducer, grid, lambda: tower(pixels))
+        came = tuple(self.norm(passed.states))
+        return Sight((), (grid[0] * grid[1],) * len(came), came=came), passed.plans
 
     def project(self, tokens: Tensor) -> Tensor:
         """One linear layer."""
         return self.inner.multi_modal_projector(tokens)
 
     def shrink(
-        self, inputs: Mapping[str, Any], reducer: Reducer, positions: Positions, side: Side | None = None
+        self,
+        inputs: Mapping[str, Any],
+        reducer: Reducer,
+        positions: Positions,
+        side: Side | None = None,
+        asking: Asking | None = None,
     ) -> tuple[dict[str, Any], Look]:
         """Turn the inputs of a full prompt into those of the reduced one."""
-        shrunk, look = super().shrink(inputs, reducer, positions, side)
+        shrunk, look = super().shrink(inputs, reducer, positions, side, asking)
         # generate adds the 1 itself to positions that it is given; forward, which leaves the side open, does not
         if side is None and "position_ids" in shrunk:
             shrunk["position_ids"] = shrunk["position_ids"] + 1

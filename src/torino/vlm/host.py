@@ -5,20 +5,43 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from torino.errors import BadParameter, TorinoError, unknown_name
-from torino.reducers import Reducer
-from torino.reduction import ReductionBatch
+from torino.errors import BadParameter, MissingSignal, TorinoError, unknown_name
+from torino.packed import Packed
+from torino.reducers import Reducer, WorksInside, inside_of
+from torino.reduction import Reduction, ReductionBatch
 from torino.stages import recording, stage
 from torino.tokens import VisualTokens
 from torino.vlm.repack import Repacked, Side, repack
 from torino.vlm.trace import Look
 
+if TYPE_CHECKING:
+    from torino.vlm.asked import Asking
+
 Positions = Literal["compact", "original"]
+ASKED = frozenset({"joint", "text"})  # signals of a question, which no tower gives; see torino.vlm.asked
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the units of one image lie.
+
+    Attributes
+    ----------
+    views : tuple of int
+        The view that each unit is: 0 the whole image, then the tiles row by row. A tile that shows nothing of the
+        image is no unit.
+    layout : (int, int)
+        Rows and columns of tiles.
+    """
+
+    views: tuple[int, ...]
+    layout: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -33,11 +56,26 @@ class Sight:
         Placeholders of each image in the prompt.
     extra : object
         Whatever the host needs again when it splices.
+    tilings : tuple of Tiling
+        How the units of each image lie, where an image is seen whole and in tiles; otherwise none.
+    came : tuple of Tensor of shape (M, D)
+        What came out of a tower with a reducer at work in it; ``tokens`` are none then.
     """
 
     tokens: tuple[VisualTokens, ...]
     full: tuple[int, ...]
     extra: Any = None
+    tilings: tuple[Tiling, ...] = ()
+    came: tuple[Tensor, ...] = ()
+
+    def reduced(self, plans: ReductionBatch, cls: Sequence[Tensor] | None = None) -> Packed:
+        """The tokens that are left of each unit: what the plans make of it, or what came out of the tower as such."""
+        return Packed.of(self.came) if self.came else plans.apply([unit.patches for unit in self.tokens], cls)
+
+    @property
+    def units(self) -> list[int]:
+        """Units of each image."""
+        return [len(tiling.views) for tiling in self.tilings] or [1] * len(self.full)
 
 
 @dataclass(frozen=True)
@@ -63,6 +101,11 @@ class Host(ABC):
     """``config.model_type`` of the models it serves."""
     merges: ClassVar[bool] = True
     """Whether tokens that are sums of patches make sense here."""
+    tiles: ClassVar[bool] = False
+    """Whether it tells how the tiles of an image lie (``Sight.tilings``)."""
+
+    closed: ClassVar[str] = "torino does not run the blocks of its tower one by one"
+    """Why no reducer can be at work inside the tower; empty where one can."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -77,6 +120,13 @@ class Host(ABC):
     @abstractmethod
     def splice(self, sight: Sight, plans: ReductionBatch) -> list[Splice]:
         """Reduce and project: what each image contributes to the prompt."""
+
+    def look_inside(self, inputs: Mapping[str, Any], reducer: WorksInside) -> tuple[Sight, ReductionBatch]:
+        """Run the tower up to the tap with a reducer at work in its blocks: what came out, and what it is made of."""
+        raise TorinoError(
+            f"{reducer.spec} works inside the vision tower, block by block, which cannot be done in "
+            f"{type(self.model).__name__}: {self.closed}. Choose a reducer that works at the tap, such as tome or gtp."
+        )
 
     @property
     def pixel_names(self) -> tuple[str, ...]:
@@ -116,7 +166,12 @@ class Host(ABC):
     # ------------------------------------------------------------------ what all families share
 
     def shrink(
-        self, inputs: Mapping[str, Any], reducer: Reducer, positions: Positions, side: Side | None = None
+        self,
+        inputs: Mapping[str, Any],
+        reducer: Reducer,
+        positions: Positions,
+        side: Side | None = None,
+        asking: Asking | None = None,
     ) -> tuple[dict[str, Any], Look]:
         """Turn the inputs of a full prompt into those of the reduced one."""
         if inputs.get("input_ids") is None or inputs.get("inputs_embeds") is not None:
@@ -124,30 +179,66 @@ class Host(ABC):
                 "Reduction needs input_ids with image placeholders, and no inputs_embeds: embeddings cannot be shrunk. "
                 "Give input_ids and pixel_values."
             )
-        encoded = dict(inputs.get("mm_encoder_outputs") or {})
-        if encoded.get("image") is not None:
+        if dict(inputs.get("mm_encoder_outputs") or {}).get("image") is not None:
             raise BadParameter(
                 "Both pixel values and mm_encoder_outputs of images were given. Give the pixels to have them reduced, "
                 "or the outputs alone to have them used as they are."
             )
+        needs = reducer.needs | (reducer.views_need if self.tiles else frozenset())
+        if needs & ASKED and asking is None:
+            raise MissingSignal(
+                f"{reducer.spec} chooses patches for a question, and was told none. Give the text half of the model's "
+                "CLIP and the question, as reduced(model, reducer, asking=open_clip_text(name).about(question)) of "
+                "torino.vlm, or choose a reducer that does without."
+            )
+        inside = inside_of(reducer)
         with recording() as seconds:
             with stage("tower"):
-                sight = self.look(inputs, reducer.needs)
-            with stage("plan"), torch.no_grad():
-                plans = reducer.plan_batch([_detached(tokens) for tokens in sight.tokens])
-            self._check_plans(reducer, plans)
+                if inside is None:
+                    sight, plans = self.look(inputs, needs - ASKED), None
+                else:
+                    sight, plans = self.look_inside(inputs, inside)
+            if asking is not None and needs & ASKED:
+                with stage("question"):
+                    sight = asking.add(self, sight, inputs)
+            if plans is None:
+                with stage("plan"):
+                    plans = self.plan(reducer, sight)
+            else:
+                self._check_plans(reducer, plans)
             with stage("projector"):
                 splices = self.splice(sight, plans)
-        slots = [splice.slots for splice in splices]
-        done = repack(inputs, self.image_token, sight.full, slots, side=side, pad=self._pad())
+        shrunk, done = self.fill(inputs, sight, splices, positions, side)
+        # the cache is a block: every row of it is as long as the longest
+        saved = (inputs["input_ids"].numel() - done.inputs["input_ids"].numel()) * self._cache_bytes()
+        after = tuple(len(splice.slots) for splice in splices)
+        return shrunk, Look(tuple(plans), sight.full, after, dict(seconds), saved)
+
+    def fill(
+        self,
+        inputs: Mapping[str, Any],
+        sight: Sight,
+        splices: Sequence[Splice],
+        positions: Positions,
+        side: Side | None = None,
+    ) -> tuple[dict[str, Any], Repacked]:
+        """Put what each image contributes into the prompt: inputs of its final length, and how it was shortened."""
+        done = repack(
+            inputs, self.image_token, sight.full, [splice.slots for splice in splices], side=side, pad=self._pad()
+        )
         used = {*self.pixel_names, *done.inputs, "position_ids", "mm_encoder_outputs"}
         shrunk = {name: value for name, value in inputs.items() if name not in used}
         shrunk |= done.inputs | self.positions(inputs, done, positions)
-        shrunk["mm_encoder_outputs"] = {**encoded, "image": self.outputs(sight, splices)}
-        after = tuple(len(slot) for slot in slots)
-        # the cache is a block: every row of it is as long as the longest
-        saved = (inputs["input_ids"].numel() - done.inputs["input_ids"].numel()) * self._cache_bytes()
-        return shrunk, Look(tuple(plans), sight.full, after, dict(seconds), saved)
+        others = dict(inputs.get("mm_encoder_outputs") or {})
+        shrunk["mm_encoder_outputs"] = {**others, "image": self.outputs(sight, splices)}
+        return shrunk, done
+
+    def plan(self, reducer: Reducer, sight: Sight) -> ReductionBatch:
+        """Plan every unit; those of one image together where they have one budget."""
+        with torch.no_grad():
+            plans = _plan(reducer, sight)
+        self._check_plans(reducer, plans)
+        return plans
 
     def has_images(self, inputs: Mapping[str, Any]) -> bool:
         """Whether there is anything to reduce in these inputs; an empty batch of pixels is none."""
@@ -173,6 +264,21 @@ class Host(ABC):
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         kind = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         return 2 * int(text.num_hidden_layers) * int(heads) * int(size) * kind.itemsize
+
+
+def _plan(reducer: Reducer, sight: Sight) -> ReductionBatch:
+    """Plan every unit; those of one image together where they have one budget."""
+    tokens = [_detached(unit) for unit in sight.tokens]
+    if not reducer.shares_views or not sight.tilings:
+        return reducer.plan_batch(tokens)
+    plans, rest = list[Reduction](), iter(tokens)
+    for tiling in sight.tilings:
+        views: list[VisualTokens | None] = [None] * (1 + prod(tiling.layout))
+        for view in tiling.views:
+            views[view] = next(rest)
+        base, *tiles = views
+        plans.extend(reducer.plan_views(cast(VisualTokens, base), tiles, tiling.layout))
+    return ReductionBatch.of(plans)
 
 
 def _detached(tokens: VisualTokens) -> VisualTokens:

@@ -28,6 +28,8 @@ class CellHost(Host):
     A family says how it sees its cells and how it projects them; the rest is here.
     """
 
+    closed: ClassVar[str] = "its language model reads cells of several patches, which must all come out of the tower"
+
     @property
     def inner(self) -> Any:
         """The model without its head."""
@@ -48,7 +50,7 @@ class CellHost(Host):
 
     def splice(self, sight: Sight, plans: ReductionBatch) -> list[Splice]:
         """Reduce, project all pictures in one go, and place each token where its anchor was; one of no place last."""
-        reduced = plans.apply([picture.patches for picture in sight.tokens])
+        reduced = sight.reduced(plans)
         features = Packed(self.project(reduced.values), reduced.offsets)
         return [
             Splice(feature, torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor))

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from torino.errors import MissingSignal, TorinoError
 from torino.packed import Packed
+from torino.reducers import WorksInside
 from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import Origin, VisualTokens
 from torino.vlm.host import Host, Sight, Splice
+from torino.vlm.inside import pass_through
 from torino.vlm.tap import Anatomy, anatomy, tap
 
 
@@ -24,6 +26,7 @@ class Llava(Host):
     """
 
     families: ClassVar[tuple[str, ...]] = ("llava",)
+    closed: ClassVar[str] = ""
 
     @property
     def inner(self) -> Any:
@@ -52,6 +55,28 @@ class Llava(Host):
     def _see(self, pixels: Tensor, needs: frozenset[str], **options: Any) -> tuple[list[VisualTokens], Tensor]:
         """Tokens at the tap, and the registers of each picture, shape (pictures, registers, D)."""
         tower = self.inner.vision_tower
+        parts, block, pixels, grid = self._at(pixels, options)
+        seen = tap(tower, parts, block, needs - {"projected"}, lambda: tower(pixels, **options))
+        if "projected" in needs:  # the patches as the language model would read them
+            with torch.no_grad():
+                seen.signals["projected"] = self.inner.multi_modal_projector(seen.states[:, parts.prefix :]).float()
+        images = [
+            VisualTokens(
+                patches=states[parts.prefix :],
+                grid=grid,
+                origin=Origin(parts.name, block),
+                cls=states[0] if parts.has_cls else None,
+                cls_attention=seen.of("cls_attention", i),
+                keys=seen.of("keys", i),
+                signals={name: all_[i] for name, all_ in seen.signals.items() if name not in ("cls_attention", "keys")},
+            )
+            for i, states in enumerate(seen.states)
+        ]
+        return images, seen.states[:, int(parts.has_cls) : parts.prefix]
+
+    def _at(self, pixels: Tensor, options: dict[str, Any]) -> tuple[Anatomy, int, Tensor, tuple[int, int]]:
+        """The tower's parts, the block to tap, the pixels as it takes them, their grid; used-up options are gone."""
+        tower = self.inner.vision_tower
         parts = anatomy(tower)
         block = self.tap_block(parts, options.pop("vision_feature_layer", None))
         strategy = options.pop("vision_feature_select_strategy", None) or self.config.vision_feature_select_strategy
@@ -68,25 +93,8 @@ class Llava(Host):
         like = next(parameter for parameter in tower.parameters() if parameter.is_floating_point())
         # weights that are offloaded live nowhere; whoever brings them brings the pixels too
         pixels = pixels.to(like.dtype) if like.is_meta else pixels.to(like)
-        seen = tap(tower, parts, block, needs - {"projected"}, lambda: tower(pixels, **options))
-        if "projected" in needs:  # the patches as the language model would read them
-            with torch.no_grad():
-                seen.signals["projected"] = self.inner.multi_modal_projector(seen.states[:, parts.prefix :]).float()
         side = tower.config.patch_size
-        grid = (pixels.shape[-2] // side, pixels.shape[-1] // side)
-        images = [
-            VisualTokens(
-                patches=states[parts.prefix :],
-                grid=grid,
-                origin=Origin(parts.name, block),
-                cls=states[0] if parts.has_cls else None,
-                cls_attention=seen.of("cls_attention", i),
-                keys=seen.of("keys", i),
-                signals={name: all_[i] for name, all_ in seen.signals.items() if name not in ("cls_attention", "keys")},
-            )
-            for i, states in enumerate(seen.states)
-        ]
-        return images, seen.states[:, int(parts.has_cls) : parts.prefix]
+        return parts, block, pixels, (pixels.shape[-2] // side, pixels.shape[-1] // side)
 
     def project(self, tokens: Packed) -> Packed:
         """Project the reduced tokens of all images in one go."""
@@ -94,13 +102,19 @@ class Llava(Host):
 
     def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> Sight:
         """Every image is one unit. Registers, where a tower has them, are tokens of the prompt and all stay."""
-        options = {
-            name: inputs[name]
-            for name in ("vision_feature_layer", "vision_feature_select_strategy")
-            if inputs.get(name) is not None
-        }
-        tokens, registers = self._see(inputs["pixel_values"], needs, **options)
+        tokens, registers = self._see(inputs["pixel_values"], needs, **_options(inputs))
         return Sight(tuple(tokens), tuple(registers.shape[1] + len(image) for image in tokens), registers)
+
+    def look_inside(self, inputs: Mapping[str, Any], reducer: WorksInside) -> tuple[Sight, ReductionBatch]:
+        """The same with a reducer at work in the blocks up to the tap."""
+        if self.closed:
+            return super().look_inside(inputs, reducer)
+        tower, options = self.inner.vision_tower, _options(inputs)
+        parts, block, pixels, grid = self._at(inputs["pixel_values"], options)
+        passed = pass_through(tower, parts, block, reducer, grid, lambda: tower(pixels, **options))
+        registers = passed.states[:, int(parts.has_cls) : parts.prefix]
+        full = registers.shape[1] + grid[0] * grid[1]
+        return Sight((), (full,) * len(pixels), registers, came=tuple(passed.states[:, parts.prefix :])), passed.plans
 
     def splice(self, sight: Sight, plans: ReductionBatch) -> list[Splice]:
         """Reduce, project, and place each token where its anchor was; a token of no place takes the last one."""
@@ -113,7 +127,7 @@ class Llava(Host):
                 f"{reads_cls} keeps the CLS token, and the tower {type(self.inner.vision_tower).__name__} has none. "
                 "Choose a reducer that does without, such as torino-m."
             )
-        reduced = plans.apply([image.patches for image in sight.tokens], cls or None)
+        reduced = sight.reduced(plans, cls or None)
         if first:
             reduced = Packed.of([torch.cat(pair) for pair in zip(registers, reduced, strict=True)])
         return [
@@ -125,6 +139,12 @@ class Llava(Host):
     def pixel_names(self) -> tuple[str, ...]:
         """Inputs that belong to the pixels."""
         return ("pixel_values", "image_sizes", "vision_feature_layer", "vision_feature_select_strategy")
+
+
+def _options(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call says about the tower."""
+    names = ("vision_feature_layer", "vision_feature_select_strategy")
+    return {name: inputs[name] for name in names if inputs.get(name) is not None}
 
 
 def _places(plan: Reduction) -> Tensor:

@@ -1,8 +1,9 @@
 """LLaVA-NeXT: an image is a base view and tiles, packed into rows that end in newline tokens.
 
 **Units.** What is planned is a tile: the base view and every sub-tile are a unit each, so a budget counts tokens per
-tile. The tower sees all tiles of a call as one batch and is stopped after the tap block; reduction comes before the
-projector, as in LLaVA-1.5.
+tile; unless the reducer says that its budget is one for all views of an image (``shares_views``, as HiRED does), when
+it is told how they lie, and may leave any of them without a token, though not the image. The tower sees all tiles of a
+call as one batch and is stopped after the tap block; reduction comes before the projector, as in LLaVA-1.5.
 
 **Packing.** Which patch stands at which placeholder is learned by running the model's own ``pack_image_features`` on
 the numbers of the patches, so no rule of packing is repeated here. A reduced token takes the placeholder of its anchor
@@ -44,7 +45,7 @@ from torino.errors import BadParameter, BadTokens, MissingSignal, TorinoError
 from torino.packed import Packed
 from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import VisualTokens
-from torino.vlm.host import Sight, Splice
+from torino.vlm.host import Sight, Splice, Tiling
 from torino.vlm.llava import Llava
 from torino.vlm.tap import anatomy
 
@@ -87,10 +88,11 @@ class Picture:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """One unit to plan: its tokens, and the placeholder of each of its patches."""
+    """One unit to plan: its tokens, the placeholder of each of its patches, and which view of the image it is."""
 
     tokens: VisualTokens
     slots: Tensor
+    view: int
 
     def slot_of(self, anchor: Tensor) -> Tensor:
         """Placeholders of anchors; the last one of the unit for a token of no place."""
@@ -119,6 +121,8 @@ class LlavaNext(Llava):
     """
 
     families: ClassVar[tuple[str, ...]] = ("llava_next",)
+    tiles: ClassVar[bool] = True
+    closed: ClassVar[str] = "its tiles are cut to what shows the image only behind the tower, too late to unmerge"
     newlines: Newlines = "rows"
 
     def __init__(self, model: nn.Module, newlines: Newlines | None = None) -> None:
@@ -136,6 +140,16 @@ class LlavaNext(Llava):
 
         side = self.config.vision_config.image_size
         return [image_size_to_num_patches(list(size), self.config.image_grid_pinpoints, side) for size in sizes]
+
+    def layout(self, scene: Scene) -> tuple[int, int]:
+        """Rows and columns of an image's tiles."""
+        from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
+
+        if len(scene.tiles) == 1:
+            return (0, 0)  # the base view is all there is
+        side, pinpoints = self.config.vision_config.image_size, self.config.image_grid_pinpoints
+        down, across = get_anyres_image_grid_shape(list(scene.size), pinpoints, side)
+        return int(down), int(across)
 
     def pack(
         self, features: Sequence[Tensor], sizes: Sequence[Sequence[int]], newline: Tensor, inputs: Mapping[str, Any]
@@ -171,7 +185,7 @@ class LlavaNext(Llava):
             slots = (picture.patch // len(tile) == number).nonzero()[:, 0]
             if len(slots):
                 visible, order = (picture.patch[slots] - number * len(tile)).sort()
-                found.append(Unit(cut(tile, visible), slots[order]))
+                found.append(Unit(cut(tile, visible), slots[order], number))
         return found
 
     # ------------------------------------------------------------------ what a host does
@@ -199,7 +213,8 @@ class LlavaNext(Llava):
             for picture, seen, size in zip(pictures, mine, sizes, strict=True)
         ]
         tokens = tuple(unit.tokens for scene in scenes for unit in scene.units)
-        return Sight(tokens, tuple(len(picture) for picture in pictures), (scenes, inputs))
+        tilings = tuple(Tiling(tuple(unit.view for unit in scene.units), self.layout(scene)) for scene in scenes)
+        return Sight(tokens, tuple(len(picture) for picture in pictures), (scenes, inputs), tilings)
 
     def splice(self, sight: Sight, plans: ReductionBatch) -> list[Splice]:
         """Reduce, project, place each token where its anchor was, and end the rows with their newlines."""
@@ -210,7 +225,7 @@ class LlavaNext(Llava):
         if 0 in counts:
             raise TorinoError(
                 f"{plans[0].by} left no token of image {counts.index(0)}, and a model needs one of each image. "
-                "Choose a reducer that keeps at least one token of a tile."
+                "Choose a reducer that keeps at least one token of an image."
             )
         table, row = self._table(sight, plans, parts)
         splices: list[Splice] = []

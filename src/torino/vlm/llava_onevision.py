@@ -13,7 +13,7 @@ token is merged from the resized tower tokens and then projected, as merging is 
 all patches of such an image, as it does in the stock model.
 
 On the canvas keys, queries and CLS attention are resized like the tokens; CLS is that of the base view, which saw the
-whole image.
+whole image. A reducer with one budget for all views of an image (``shares_views``) takes the canvas for a single tile.
 
 **Videos** are refused: their frames are pooled after the projector and handed over as one tensor of equal lengths.
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 from torino.errors import BadTokens, TorinoError
 from torino.tokens import VisualTokens
 from torino.vlm.host import Sight
-from torino.vlm.llava_next import LlavaNext, Picture, Unit, per_patch
+from torino.vlm.llava_next import LlavaNext, Picture, Scene, Unit, per_patch
 
 UNCAPPED = f"anyres_max_{10**9}"
 
@@ -114,8 +114,12 @@ class LlavaOnevision(LlavaNext):
         units = super().units(picture, tiles, size, inputs)
         slots = picture.detail.nonzero()[:, 0]
         if picture.resized and len(slots):
-            units.append(Unit(self._canvas(picture, slots, tiles, size, inputs), slots))
+            units.append(Unit(self._canvas(picture, slots, tiles, size, inputs), slots, 1))
         return units
+
+    def layout(self, scene: Scene) -> tuple[int, int]:
+        """Rows and columns of an image's tiles; a resized canvas has no tiles any more and counts as one."""
+        return (1, 1) if scene.picture.resized else super().layout(scene)
 
     def _canvas(
         self,

@@ -62,6 +62,9 @@ class Qwen(Host):
 
     families: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
     merges: ClassVar[bool] = True
+    closed: ClassVar[str] = (
+        "its tower merges 2x2 patches into a token at its end, which must all come out of its blocks"
+    )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -128,7 +128,7 @@ def tap(tower: nn.Module, parts: Anatomy, block: int, needs: frozenset[str], run
     wanted = {name: _site(name, block, len(parts.blocks), parts) for name in sorted(needs)}
     wanted.pop("cls", None)
     find = {"query": parts.query, "key": parts.key}
-    catcher = _Catcher(stops=not _is_checkpointing(parts))
+    catcher = Catcher(stops=not _is_checkpointing(parts))
     with ExitStack() as hooks:
         if block < 0:
             catcher.place(hooks, parts.blocks[0], "states", before=True)
@@ -163,8 +163,8 @@ class _Enough(BaseException):
     """Everything is captured; not an Exception, so that nothing on the way out takes it for an error."""
 
 
-class _Catcher:
-    """Takes outputs of modules as they pass, and stops the tower after the last."""
+class Catcher:
+    """Takes outputs of modules as they pass into ``caught``, by name, and where it ``stops`` ends the tower then."""
 
     def __init__(self, stops: bool) -> None:
         self.stops, self.thread = stops, threading.get_ident()
@@ -172,6 +172,8 @@ class _Catcher:
         self.caught: dict[str, Tensor] = {}
 
     def place(self, hooks: ExitStack, module: nn.Module, name: str, before: bool = False) -> None:
+        """Wait for what a module gives, or takes, until ``hooks`` are closed."""
+
         def take(value: Any) -> None:
             if threading.get_ident() != self.thread or name in self.caught:
                 return

@@ -13,14 +13,17 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from torino.errors import BadFile, BadParameter, MissingSignal, TorinoError, Unreachable
 from torino.images import Padding, Picture, mean_colour, open_image, prepare
+from torino.reducers import Reducer, WorksInside, inside_of
+from torino.reduction import Reduction
 from torino.tokens import Origin, VisualTokens
+from torino.vlm.inside import pass_through
 from torino.vlm.tap import Anatomy, Tapped, anatomy, tap
 
 # The towers that can be tapped: model_type of their config, then module and class in transformers.
@@ -36,6 +39,7 @@ TOWERS = {
 }
 KNOWN = "CLIP, SigLIP, SigLIP2, DINOv2 (with or without registers), and those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL"
 
+Seen = TypeVar("Seen")
 # Where the checkpoint of a larger model keeps its tower, today and in older layouts.
 INSIDE = {r"^(?:model\.)?(?:vision_tower|visual|vision_model)\.(?:vision_model\.)?": ""}
 # What comes after the last block: no tap of a block reads it, so a checkpoint may lack it.
@@ -177,17 +181,62 @@ class Tower:
         list of VisualTokens
             On the device and in the dtype of the tower.
         """
+        return self._each(images, lambda inputs: self._see(inputs, needs), padding, batch)
+
+    @torch.no_grad()
+    def reduce(
+        self,
+        images: Picture | Sequence[Picture],
+        reducer: Reducer,
+        *,
+        padding: Padding = "crop",
+        batch: int = 16,
+    ) -> list[tuple[Tensor, Reduction]]:
+        """Look at images and reduce their tokens, at the tap or, with ``tome-tower`` and the like, on the way to it.
+
+        Parameters
+        ----------
+        images, padding, batch
+            As for :meth:`look`.
+        reducer : Reducer
+            One that works inside the tower does so in all blocks up to and including the tap.
+
+        Returns
+        -------
+        list of (Tensor of shape (M, D), Reduction)
+            The tokens that are left of each image, and what they are made of. Tokens that were reduced inside the
+            tower are not what the reduction would make of its finished tokens: see :mod:`torino.reducers.inside`.
+        """
+        inside = inside_of(reducer)
+
+        def see(inputs: Mapping[str, Tensor]) -> list[tuple[Tensor, Reduction]]:
+            if inside is not None:
+                return self._see_inside(inputs, inside)
+            tokens = self._see(inputs, reducer.needs)
+            plans = reducer.plan_batch(tokens)
+            return [(plan.apply(image.patches, image.cls), plan) for image, plan in zip(tokens, plans, strict=True)]
+
+        return self._each(images, see, padding, batch)
+
+    def _each(
+        self,
+        images: Picture | Sequence[Picture],
+        see: Callable[[Mapping[str, Tensor]], list[Seen]],
+        padding: Padding,
+        batch: int,
+    ) -> list[Seen]:
+        """Open images, process them, and see them in batches."""
         if batch < 1:
             raise BadParameter(f"batch must be at least 1, got {batch}.")
         single = isinstance(images, str | bytes) or not isinstance(images, Sequence)
         sources = cast(Sequence[Picture], [images] if single else images)
-        seen: list[VisualTokens] = []
+        seen: list[Seen] = []
         for start in range(0, len(sources), batch):
             pictures = [open_image(source) for source in sources[start : start + batch]]
             pictures = [prepare(picture, padding, mean_colour(self.processor)) for picture in pictures]
             try:
                 for inputs in self._process(pictures):
-                    seen.extend(self._see(inputs, needs))
+                    seen.extend(see(inputs))
             except ValueError as error:  # TorinoError is one too; others are sizes that a tower was not made for
                 if isinstance(error, TorinoError):
                     raise
@@ -217,13 +266,28 @@ class Tower:
         pixels, shapes = inputs["pixel_values"], inputs.get("spatial_shapes")
         extra = {key: value for key, value in inputs.items() if key in ("spatial_shapes", "pixel_attention_mask")}
         if shapes is None:
-            side = cast(Any, self.model.config).patch_size
-            down, across = cast(Sequence[int], side) if isinstance(side, list | tuple) else (side, side)
-            grids = [(pixels.shape[-2] // down, pixels.shape[-1] // across)] * len(pixels)
+            grids = [self._grid(pixels)] * len(pixels)
         else:  # SigLIP2 of any shape: patches in raster order, then padding
             grids = [(int(rows), int(columns)) for rows, columns in shapes.tolist()]
         seen = tap(self.model, self._parts, self.block, needs, lambda: self.model(pixels, **extra))
         return [self._tokens(seen, i, grid) for i, grid in enumerate(grids)]
+
+    def _grid(self, pixels: Tensor) -> tuple[int, int]:
+        side = cast(Any, self.model.config).patch_size
+        down, across = cast(Sequence[int], side) if isinstance(side, list | tuple) else (side, side)
+        return (pixels.shape[-2] // down, pixels.shape[-1] // across)
+
+    def _see_inside(self, inputs: Mapping[str, Tensor], reducer: WorksInside) -> list[tuple[Tensor, Reduction]]:
+        if "image_grid_thw" in inputs or "spatial_shapes" in inputs:
+            raise TorinoError(
+                f"{reducer.spec} works inside the vision tower, block by block, and {type(self.model).__name__} takes "
+                "images of many shapes together, padded or packed, which cannot all lose the same number of tokens. "
+                "Choose a reducer that works at the tap, such as tome or gtp."
+            )
+        pixels = inputs["pixel_values"]
+        grid = self._grid(pixels)
+        passed = pass_through(self.model, self._parts, self.block, reducer, grid, lambda: self.model(pixels))
+        return list(zip(passed.states[:, self._parts.prefix :], passed.plans, strict=True))
 
     def _see_packed(self, pixels: Tensor, grids: Tensor, needs: frozenset[str]) -> list[VisualTokens]:
         """Qwen: all images in one sequence, ordered by windows, with one projection for queries, keys and values."""

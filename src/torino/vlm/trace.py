@@ -10,7 +10,7 @@ from typing import overload
 from torino.reduction import Reduction
 
 # In the order they run; the stages in brackets are part of the one before them.
-STAGES = {"tower": ("signals",), "plan": ("sae", "grouping"), "projector": ()}
+STAGES = {"tower": ("signals", "steps"), "question": (), "plan": ("sae", "grouping"), "projector": ()}
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class Look:
     before, after : tuple of int
         Placeholders of each image in the prompt, and what is left of them.
     seconds : dict
-        ``tower`` and, within it, ``signals``; ``plan``, which is all of the reducer, and within it ``sae`` and
-        ``grouping``; ``projector``, which is reducing and projecting.
+        ``tower`` and, within it, ``signals`` and the ``steps`` of a reducer at work there; ``question``, where one is
+        read to choose patches by; ``plan``, which is all of any other reducer, and within it ``sae`` and ``grouping``;
+        ``projector``, which is reducing and projecting.
     bytes_saved : int
         Key-value cache of the full prompt less that of the reduced one, padding included, for one sequence per row.
     padding : str
