@@ -1,0 +1,385 @@
+r"""Train the lab's language model and projector on the features of its tower, on full tokens only.
+
+Four stages, each resumable; a stage that is done is skipped.
+
+1. ``features``: the pictures of the corpus go through the tower once; tokens of the tap block and questions are kept.
+2. ``tokenizer``: a small BPE over the questions and answers.
+3. ``train``: projector and Llama, several questions after one picture, each blind to the others.
+4. ``save``: what was trained, in half precision, with its card, into the package.
+
+Examples
+--------
+::
+
+    python scripts/train_lab.py --photos 'train-*.parquet' --work build/lab
+    python scripts/train_lab.py ... --length 200 --steps 50 --work build/quick --output build/quick/model   # a quick look
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from torino.files import write_json, write_whole
+from torino.lab.corpus import Corpus
+from torino.lab.tower import BLOCK, lab_tower
+from torino.photos import open_photos
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARD = 100  # pictures a file of features
+PATCHES, WIDTH = 576, 384
+PREFIX = "USER: "  # then the picture, then a new line and the question
+SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
+
+
+def say(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------- 1. features
+
+
+def features(args: argparse.Namespace) -> None:
+    """Tokens of every picture at the tap block, (100, 576, 384) float16 a shard, and its questions beside it."""
+    opened = open_photos(args.photos)
+    photos = [(photo.name, photo.data, photo.texts) for photo in (opened[i] for i in range(len(opened)))]
+    corpus = Corpus(photos, seed=args.seed, length=args.length)
+    tower = lab_tower(args.block)
+    begun, did = time.monotonic(), 0
+    for start in range(0, len(corpus), SHARD):
+        file = args.work / "features" / f"{start:06d}.npy"
+        numbers = range(start, min(start + SHARD, len(corpus)))
+        if file.exists() and file.with_suffix(".json").exists():
+            continue
+        tokens = np.empty((len(numbers), PATCHES, WIDTH), dtype=np.float16)
+        told: list[object] = []
+        with ThreadPoolExecutor(1) as ahead:
+            coming = [ahead.submit(corpus.__getitem__, number) for number in numbers]
+            for first in range(0, len(numbers), 4):
+                examples = [later.result() for later in coming[first : first + 4]]
+                for place, seen in enumerate(tower.look([example.image for example in examples]), first):
+                    tokens[place] = seen.patches.half().numpy()
+                told += [
+                    {"name": example.name, "questions": [asdict(question) for question in example.questions]}
+                    for example in examples
+                ]
+        write_whole(file, lambda target, tokens=tokens: _save_array(target, tokens))
+        write_json(file.with_suffix(".json"), {"pictures": told})
+        did += len(numbers)
+        left = (len(corpus) - numbers.stop) * (time.monotonic() - begun) / did
+        say(f"\rfeatures {numbers.stop}/{len(corpus)}, {left / 60:.0f} minutes left ", end="")
+    say("")
+
+
+def _save_array(target: Path, array: np.ndarray) -> None:
+    with target.open("wb") as file:
+        np.save(file, array)
+
+
+def shards(args: argparse.Namespace) -> list[Path]:
+    return sorted((args.work / "features").glob("*.npy"))
+
+
+def questions(args: argparse.Namespace) -> list[list[dict[str, str]]]:
+    """Questions of all pictures whose features are there, in order."""
+    return [
+        picture["questions"]
+        for file in shards(args)
+        for picture in json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))["pictures"]
+    ]
+
+
+# ---------------------------------------------------------------------- 2. tokenizer
+
+
+def make_tokenizer(args: argparse.Namespace) -> Tokenizer:
+    """BPE with a space in front of words, as Llama's; every character of the corpus has a token."""
+    file = args.work / "tokenizer.json"
+    if file.exists():
+        return Tokenizer.from_file(str(file))
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False, fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="never"),
+            pre_tokenizers.Split("\n", "isolated"),
+            pre_tokenizers.Punctuation("isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+        ]
+    )
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    texts = [f"USER: \n{q['text']} ASSISTANT: {q['answer']}" for picture in questions(args) for q in picture]
+    trainer = trainers.BpeTrainer(
+        vocab_size=args.vocabulary, special_tokens=SPECIAL, min_frequency=3, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", SPECIAL.index("<s>"))]
+    )
+    write_whole(file, lambda target: tokenizer.save(str(target)))
+    say(f"tokenizer: {tokenizer.get_vocab_size()} tokens")
+    return tokenizer
+
+
+# ---------------------------------------------------------------------- 3. training
+
+
+class Reader(nn.Module):
+    """Projector and language model: what is trained."""
+
+    def __init__(self, vocabulary: int, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(WIDTH, args.width)
+        self.linear_2 = nn.Linear(args.width, args.width)
+        self.llama = LlamaForCausalLM(llama_config(vocabulary, args))
+
+    def forward(self, pictures: Tensor, head: Tensor, text: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Hidden states of the text (B, T, width), after ``head`` and the pictures (B, 576, 384)."""
+        embed = self.llama.get_input_embeddings()
+        seen = self.linear_2(nn.functional.gelu(self.linear_1(pictures)))
+        front = embed(head).expand(len(pictures), -1, -1)
+        states = torch.cat([front, seen, embed(text)], 1)
+        core = self.llama.model
+        turn = core.rotary_emb(states, positions)
+        for layer in core.layers[:-1]:
+            states = layer(states, attention_mask=mask, position_ids=positions, position_embeddings=turn)
+        return core.norm(_last(core.layers[-1], states, front.shape[1] + PATCHES, mask, turn))
+
+
+def _last(layer: nn.Module, states: Tensor, start: int, mask: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """The last layer for the text alone: nobody reads what it would make of the picture."""
+    attend, normed = layer.self_attn, layer.input_layernorm(states)
+    q, k, v = (
+        part(given).unflatten(-1, (-1, attend.head_dim)).transpose(1, 2)
+        for part, given in ((attend.q_proj, normed[:, start:]), (attend.k_proj, normed), (attend.v_proj, normed))
+    )
+    cos, sin = turn
+    q = apply_rotary_pos_emb(q, q, cos[:, start:], sin[:, start:])[0]
+    k = apply_rotary_pos_emb(k, k, cos, sin)[0]
+    seen = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, :, start:])
+    text = states[:, start:] + attend.o_proj(seen.transpose(1, 2).flatten(2))
+    return text + layer.mlp(layer.post_attention_layernorm(text))
+
+
+def llama_config(vocabulary: int, args: argparse.Namespace) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=args.width,
+        intermediate_size=3 * args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.width // 64,
+        num_key_value_heads=args.width // 64,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+        initializer_range=0.02,
+        attn_implementation="sdpa",
+    )
+
+
+def encode(tokenizer: Tokenizer, question: dict[str, str]) -> tuple[list[int], int]:
+    """Tokens of a question and its answer, and where the answer begins."""
+    asked = tokenizer.encode(f"\n{question['text']} ASSISTANT:", add_special_tokens=False).ids
+    said = tokenizer.encode(f" {question['answer']}", add_special_tokens=False).ids
+    return [*asked, *said, SPECIAL.index("</s>")], len(asked)
+
+
+def pack(picture: list[tuple[list[int], int]], room: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lay questions after one another until ``room`` tokens are full.
+
+    Returns
+    -------
+    text, segment, place, target : Tensor of shape (room,)
+        Tokens; the question each belongs to (−1: padding); its place in that question; the token that should follow
+        it, −100 where nothing is asked of the model.
+    """
+    text, segment = torch.full((room,), SPECIAL.index("<pad>")), torch.full((room,), -1)
+    place, target = torch.zeros(room, dtype=torch.int64), torch.full((room,), -100)
+    at = 0
+    for number in order.tolist():
+        tokens, answer = picture[number]
+        if at + len(tokens) > room:
+            continue
+        here = slice(at, at + len(tokens))
+        text[here], segment[here] = torch.tensor(tokens), number
+        place[here] = torch.arange(len(tokens))
+        target[at + answer - 1 : at + len(tokens) - 1] = torch.tensor(tokens[answer:])
+        at += len(tokens)
+    return text, segment, place, target
+
+
+def collate(rows: list[tuple[Tensor, Tensor, Tensor, Tensor]], head: int) -> tuple[Tensor, ...]:
+    """Batch packed questions; each sees the picture and itself, and stands where it would stand alone."""
+    text, segment, place, target = (torch.stack(part) for part in zip(*rows, strict=True))
+    longest = int((segment >= 0).sum(1).max())
+    text, segment, place, target = (part[:, :longest] for part in (text, segment, place, target))
+    front = head + PATCHES
+    size = front + longest
+    seen = torch.zeros(len(text), 1, size, size, dtype=torch.bool)
+    seen[:, :, :, :front] = torch.ones(size, front, dtype=torch.bool).tril()
+    same = segment[:, :, None] == segment[:, None, :]
+    seen[:, 0, front:, front:] = same.tril()
+    positions = torch.cat([torch.arange(front).expand(len(text), -1), front + place], 1)
+    return text, positions, seen, target
+
+
+def train(args: argparse.Namespace) -> None:
+    tokenizer = make_tokenizer(args)
+    files = shards(args)
+    arrays = [np.load(file, mmap_mode="r") for file in files]
+    where = [(number, place) for number, array in enumerate(arrays) for place in range(len(array))]
+    asked = [[encode(tokenizer, question) for question in picture] for picture in questions(args)]
+    scale = 1 / float(np.stack([array[:4].astype(np.float32) for array in arrays[:50]]).std())
+    torch.manual_seed(args.seed)
+    model = Reader(tokenizer.get_vocab_size(), args)
+    with torch.no_grad():
+        model.linear_1.weight.mul_(scale)  # tokens are not of unit size; the projector learns on from there
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim < 2]
+    adam = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}],
+        lr=args.rate,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
+    head = torch.tensor([tokenizer.encode(PREFIX).ids])
+    say(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(where)} pictures, {args.steps} steps"
+    )
+    checkpoint, log = args.work / "checkpoint.pt", args.work / "train.jsonl"
+    step = 0
+    if checkpoint.exists():
+        held = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(held["model"])
+        adam.load_state_dict(held["adam"])
+        step = held["step"]
+        say(f"going on from step {step}")
+    model.train()
+    begun, first, saved = time.monotonic(), step, time.monotonic()
+    running, count = 0.0, 0
+    while step < args.steps:
+        chosen = batch_numbers(step, args.batch, len(where), args.seed)
+        generator = torch.Generator().manual_seed(args.seed * 7_919 + step)
+        rows = [pack(asked[n], args.room, torch.randperm(len(asked[n]), generator=generator)) for n in chosen]
+        pictures = torch.from_numpy(np.stack([arrays[where[n][0]][where[n][1]] for n in chosen])).float()
+        text, positions, mask, target = collate(rows, head.shape[1])
+        for group in adam.param_groups:
+            group["lr"] = args.rate * pace(step, args.steps)
+        states = model(pictures, head, text, positions, mask)
+        wanted = target >= 0
+        loss = cross_entropy(model.llama.lm_head(states[wanted]), target[wanted])
+        if not math.isfinite(float(loss)):
+            raise SystemExit(f"The loss is {float(loss)} at step {step}. Lower --rate and go on from the checkpoint.")
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        step += 1
+        running, count = running + float(loss), count + 1
+        if step % 25 == 0 or step == args.steps:
+            seconds = (time.monotonic() - begun) / (step - first)
+            with log.open("a", encoding="utf-8") as file:
+                line = {"step": step, "loss": round(running / count, 4), "norm": round(float(norm), 3)}
+                file.write(json.dumps(line | {"seconds": round(seconds, 2)}) + "\n")
+            minutes = (args.steps - step) * seconds / 60
+            say(
+                f"\rstep {step}/{args.steps}, loss {running / count:.3f}, {seconds:.2f} s a step, {minutes:.0f} min left  ",
+                end="",
+            )
+            running, count = 0.0, 0
+        if step == args.steps or time.monotonic() - saved > 300:
+            state = {"model": model.state_dict(), "adam": adam.state_dict(), "step": step}
+            write_whole(checkpoint, lambda target, state=state: torch.save(state, target))
+            saved = time.monotonic()
+    say("")
+
+
+def batch_numbers(step: int, size: int, total: int, seed: int) -> list[int]:
+    """Pictures of a step: each once before any comes twice, in an order drawn anew for every pass."""
+    numbers = []
+    for place in range(step * size, (step + 1) * size):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + place // total)
+        if not numbers or place % total == 0:
+            order = torch.randperm(total, generator=generator)
+        numbers.append(int(order[place % total]))
+    return numbers
+
+
+def pace(step: int, steps: int) -> float:
+    """Learning rate: rises over 200 steps, then falls along a cosine to a twentieth."""
+    warm = min(1.0, (step + 1) / 200)
+    return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+# ---------------------------------------------------------------------- 4. saving
+
+
+def save(args: argparse.Namespace) -> None:
+    """Write projector and language model in half precision, under the names they have in a stock LLaVA."""
+    tokenizer = make_tokenizer(args)
+    held = torch.load(args.work / "checkpoint.pt", weights_only=True)
+    parts = {"linear_1": "multi_modal_projector.linear_1", "linear_2": "multi_modal_projector.linear_2"}
+    state: dict[str, Tensor] = {}
+    for name, value in held["model"].items():
+        first, _, rest = name.partition(".")
+        if first in parts:
+            state[f"{parts[first]}.{rest}"] = value.half()
+        elif rest.startswith("model."):
+            state["language_model." + rest.removeprefix("model.")] = value.half()
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_whole(args.output / "reader.safetensors", lambda target: save_file(state, target))
+    write_whole(args.output / "tokenizer.json", lambda target: tokenizer.save(str(target)))
+    language = llama_config(tokenizer.get_vocab_size(), args).to_diff_dict()
+    write_json(args.output / "reader.json", {"block": args.block, "step": held["step"], "language": language})
+    say(
+        f"saved {sum(v.numel() for v in state.values()) / 1e6:.2f} M parameters of step {held['step']} to {args.output}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--photos", required=True, help="photos with captions: a parquet file or a quoted pattern of several")
+    add("--work", type=Path, default=ROOT / "build/lab", help="folder for features and checkpoints")
+    add("--output", type=Path, default=ROOT / "src/torino/data/lab", help="folder to save to")
+    add("--stages", default="features,tokenizer,train,save", help="comma-separated (default: %(default)s)")
+    add("--length", type=int, default=12_000, help="pictures in the corpus (default: %(default)s)")
+    add("--block", type=int, default=BLOCK, help="tap of the tower, zero-based (default: %(default)s)")
+    add("--vocabulary", type=int, default=2048, help="largest number of tokens (default: %(default)s)")
+    add("--width", type=int, default=256, help="of the language model (default: %(default)s)")
+    add("--layers", type=int, default=6, help="of the language model (default: %(default)s)")
+    add("--room", type=int, default=176, help="tokens of questions and answers a picture (default: %(default)s)")
+    add("--steps", type=int, default=4500, help="of training (default: %(default)s)")
+    add("--batch", type=int, default=8, help="pictures a step (default: %(default)s)")
+    add("--rate", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of corpus, weights and order (default: %(default)s)")
+    add("--threads", type=int, default=2, help="CPU cores (default: %(default)s)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    run = {"features": features, "tokenizer": make_tokenizer, "train": train, "save": save}
+    for stage in args.stages.split(","):
+        if stage not in run:
+            parser.error(f"no stage is called {stage!r}; there are {', '.join(run)}")
+        run[stage](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""Photos from every kind of source: the same pictures, names and texts, and a sentence where there are none."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from torino import BadFile, BadParameter, TorinoError
+from torino.images import open_image
+from torino.photos import Gone, Photos, open_photos
+from torino.photos import tables as tables_module
+
+COLOURS = [(250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0), (0, 250, 250), (10, 20, 30), (90, 90, 90)]
+CAPTIONS = [[f"a picture of {colour}", "a picture"] for colour in COLOURS]
+NAMES = [f"photo{number}" for number in range(len(COLOURS))]
+
+
+def encoded(colour: tuple[int, int, int], size: tuple[int, int] = (12, 8)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def colours(photos: Photos) -> list[Any]:
+    return [open_image(photo.data).getpixel((0, 0)) for photo in photos]
+
+
+def folder_of_images(top: Path) -> Path:
+    for number, (name, colour) in enumerate(zip(NAMES, COLOURS, strict=True)):
+        path = top / ("a" if number < 3 else "b/deep") / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(colour))
+    (top / "a" / "photo0.txt").write_text("a caption\n\nanother one\n")
+    (top / "notes.csv").write_text("nothing to see")
+    (top / ".hidden.png").write_bytes(b"")
+    return top
+
+
+def write_parquet(path: Path, columns: dict[str, Any], rows_per_group: int = 2, **schema: Any) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table(columns)
+    pq.write_table(table.replace_schema_metadata(schema or None), path, row_group_size=rows_per_group)
+    return path
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as file:
+        for name, data in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            file.addfile(entry, io.BytesIO(data))
+    return path
+
+
+# ------------------------------------------------------------------ folders
+
+
+def test_a_folder_is_sorted_and_read_to_the_bottom(tmp_path: Path) -> None:
+    photos = open_photos(folder_of_images(tmp_path))
+    assert photos.names() == [f"a/{name}.png" for name in NAMES[:3]] + [f"b/deep/{name}.png" for name in NAMES[3:]]
+    assert colours(photos) == COLOURS
+    assert photos[0].texts == ("a caption", "another one")
+    assert photos[1].texts == ()
+    assert photos.describe == f"7 photos of {tmp_path.name}"
+    assert photos[-1].name == photos[6].name
+    with pytest.raises(IndexError):
+        photos[7]
+
+
+def test_the_folders_of_one_level_are_labels(tmp_path: Path) -> None:
+    for name in ("cat/1.jpg", "cat/2.jpg", "dog/1.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert [photo.texts for photo in open_photos(tmp_path)] == [("cat",), ("cat",), ("dog",)]
+    (tmp_path / "loose.jpg").write_bytes(b"")
+    assert {photo.texts for photo in open_photos(tmp_path)} == {()}
+
+
+def test_the_fingerprint_knows_names_and_sizes_but_not_where_they_lie(tmp_path: Path) -> None:
+    one, two = folder_of_images(tmp_path / "one"), folder_of_images(tmp_path / "two")
+    same = open_photos(one).fingerprint
+    assert same == open_photos(two).fingerprint
+    assert same != open_photos(one, limit=3).fingerprint
+    (two / "a" / "photo1.png").write_bytes(b"longer or shorter")
+    assert same != open_photos(two).fingerprint
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    folder_of_images(tmp_path / "real")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "there").symlink_to(tmp_path / "real", target_is_directory=True)
+    (tmp_path / "real" / "back").symlink_to(tmp_path / "linked", target_is_directory=True)
+    (tmp_path / "linked" / "void.png").symlink_to(tmp_path / "nowhere.png")
+    assert colours(open_photos(tmp_path / "linked")) == COLOURS
+
+
+def test_one_image_and_a_pattern_of_images(tmp_path: Path) -> None:
+    folder_of_images(tmp_path)
+    assert colours(open_photos(tmp_path / "a" / "photo1.png")) == [COLOURS[1]]
+    assert colours(open_photos(tmp_path / "a" / "*.png")) == COLOURS[:3]
+
+
+# ------------------------------------------------------------------ parquet
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    columns = {"file": NAMES, "image": list(map(encoded, COLOURS)), "captions": CAPTIONS}
+    return write_parquet(tmp_path / "photos.parquet", columns)
+
+
+def test_parquet_with_bytes_and_captions(parquet: Path) -> None:
+    photos = open_photos(parquet)
+    assert photos.names() == NAMES
+    assert colours(photos) == COLOURS
+    assert photos[2].texts == tuple(CAPTIONS[2])
+    assert photos.nearby[0] == 2
+    assert photos.nearby[1] >= 7
+
+
+def test_parquet_as_hugging_face_writes_it(tmp_path: Path) -> None:
+    told = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
+    images = [{"bytes": encoded(colour), "path": f"{name}.png"} for name, colour in zip(NAMES, COLOURS, strict=True)]
+    (tmp_path / "lone.png").write_bytes(encoded(COLOURS[1]))
+    images[1] = {"bytes": None, "path": "lone.png"}
+    path = write_parquet(
+        tmp_path / "hf.parquet", {"image": images, "label": [0, 1, 0, 1, 1, 5, 0]}, huggingface=json.dumps(told)
+    )
+    photos = open_photos(path)
+    assert photos.names() == ["photo0.png", "lone.png", *(f"{name}.png" for name in NAMES[2:])]
+    assert colours(photos) == COLOURS
+    assert [photo.texts for photo in photos][:3] == [("cat",), ("dog",), ("cat",)]
+    assert photos[5].texts == ("5",)
+
+
+def test_several_parquet_files_and_rows_with_no_name(tmp_path: Path) -> None:
+    for number in range(2):
+        columns = {
+            "image": list(map(encoded, COLOURS[number * 4 : number * 4 + 4])),
+            "text": ["x", "", None, "y"][: 4 - number],
+        }
+        write_parquet(tmp_path / "data" / f"part-{number}.parquet", columns)
+    for source in (tmp_path, tmp_path / "data" / "part-*.parquet"):
+        photos = open_photos(source)
+        assert colours(photos) == COLOURS
+        assert photos.names()[3:5] == ["part-0#3", "part-1#0"]
+        assert [photo.texts for photo in photos] == [("x",), (), (), ("y",), ("x",), (), ()]
+    assert colours(open_photos(tmp_path, limit=5)) == COLOURS[:5]
+    assert open_photos(tmp_path, limit=5).describe == "the first 5 photos of part-0.parquet to part-1.parquet"
+    assert open_photos(tmp_path, limit=3).fingerprint != open_photos(tmp_path, limit=4).fingerprint
+
+
+def test_names_that_come_again_are_numbered(tmp_path: Path) -> None:
+    names = ["a", "b", "a", "a#2", "a", None, "c"]
+    photos = open_photos(write_parquet(tmp_path / "p.parquet", {"name": names, "image": list(map(encoded, COLOURS))}))
+    assert photos.names() == ["a", "b", "a#3", "a#2", "a#4", "p#5", "c"]
+
+
+def test_parquet_keeps_few_row_groups_and_threads_may_share_it(parquet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables_module, "HELD", 1)
+    photos = open_photos(parquet)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda index: open_image(photos[index].data).getpixel((0, 0)), [*range(7)] * 8))
+    assert found == COLOURS * 8
+    assert len(photos._held) == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("column", ["image", "picture"])
+def test_parquet_with_no_photos_is_refused(tmp_path: Path, column: str) -> None:
+    path = write_parquet(tmp_path / "p.parquet", {column: [1, 2, 3], "file": ["a", "b", "c"]})
+    with pytest.raises(BadFile, match=r"holds int64|has no column of photos"):
+        open_photos(path)
+
+
+def test_broken_and_empty_parquet_is_refused(parquet: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.parquet").write_bytes(parquet.read_bytes()[:-20])
+    with pytest.raises(BadFile, match="not a readable parquet file"):
+        open_photos(tmp_path / "cut.parquet")
+    with pytest.raises(BadFile, match="empty"):
+        open_photos(write_parquet(tmp_path / "none.parquet", {"image": list[bytes](), "file": list[str]()} | _typed()))
+
+
+def _typed() -> dict[str, Any]:
+    import pyarrow as pa
+
+    return {"image": pa.array([], pa.binary()), "file": pa.array([], pa.string())}
+
+
+# ------------------------------------------------------------------ webdataset
+
+
+def test_tars_of_samples(tmp_path: Path) -> None:
+    for number, here in enumerate((range(4), range(4, 7))):
+        members: dict[str, bytes] = {}
+        for index in here:
+            members[f"./set/{NAMES[index]}.seg.png"] = encoded((1, 1, 1))
+            members[f"./set/{NAMES[index]}.PNG"] = encoded(COLOURS[index])
+            members[f"./set/{NAMES[index]}.json"] = json.dumps({"caption": f"caption {index}"}).encode()
+        members["./set/readme.txt"] = b"no image of this key"
+        members["./set/photo6.txt" if 6 in here else "./set/other.cls"] = b"from the text\n"
+        write_tar(tmp_path / f"set-{number}.tar", members)
+    photos = open_photos(tmp_path / "set-*.tar")
+    assert photos.names() == [f"./set/{name}" for name in NAMES]
+    assert colours(photos) == COLOURS
+    assert photos[3].texts == ("caption 3",)
+    assert photos[6].texts == ("from the text",)
+    assert colours(open_photos(tmp_path, limit=2)) == COLOURS[:2]
+
+
+def test_bad_tars_are_refused(tmp_path: Path) -> None:
+    good = write_tar(tmp_path / "good.tar", {"a.png": encoded(COLOURS[0]), "b.png": encoded(COLOURS[1])})
+    (tmp_path / "cut.tar").write_bytes(good.read_bytes()[: 512 + 300])
+    with pytest.raises(BadFile, match="cut off"):
+        open_photos(tmp_path / "cut.tar")
+    with pytest.raises(BadFile, match=r"no images in none\.tar"):
+        open_photos(write_tar(tmp_path / "none.tar", {"a.txt": b"words"}))
+    with tarfile.open(tmp_path / "small.tar.gz", "w:gz") as file:
+        file.add(good, "good.tar")
+    with pytest.raises(BadFile, match="compressed"):
+        open_photos(tmp_path / "small.tar.gz")
+
+
+# ------------------------------------------------------------------ datasets of Hugging Face
+
+
+def saved(folder: Path) -> Path:
+    """A folder as ``save_to_disk`` writes it: Arrow streams, and what is in them as JSON."""
+    import pyarrow as pa
+
+    told = {"features": {"image": {"_type": "Image"}, "label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}
+    folder.mkdir(parents=True)
+    files = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name, here in zip(files, (slice(0, 3), slice(3, 7)), strict=True):
+        images = [{"bytes": encoded(colour), "path": None} for colour in COLOURS[here]]
+        kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+        table = pa.table({"image": pa.array(images, kind), "label": [1] * len(images)})
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": told})})
+        with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    state = {"_data_files": [{"filename": name} for name in files], "_fingerprint": "abc"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text(json.dumps(told))
+    return folder
+
+
+def test_a_saved_dataset(tmp_path: Path) -> None:
+    photos = open_photos(saved(tmp_path / "beans"))
+    assert photos.names() == [f"beans#{number}" for number in range(7)]
+    assert colours(photos) == COLOURS
+    assert photos[0].texts == ("dog",)
+    assert len(open_photos(tmp_path / "beans", limit=2)) == 2
+
+
+def test_a_saved_dataset_of_splits_asks_which(tmp_path: Path) -> None:
+    saved(tmp_path / "all" / "train")
+    (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(BadFile, match=r"several splits \(train, test\)"):
+        open_photos(tmp_path / "all")
+    (tmp_path / "all" / "train" / "data-00000-of-00002.arrow").write_bytes(b"short")
+    with pytest.raises(BadFile, match="not a readable dataset"):
+        open_photos(tmp_path / "all" / "train")
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:beans", "hf:beans:", "hf:a:b:c:d"])
+def test_a_dataset_of_the_hub_needs_its_split(name: str) -> None:
+    with pytest.raises(BadParameter, match="hf:owner/name:split"):
+        open_photos(name)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="the package datasets is installed")
+def test_without_the_package_datasets_a_sentence_says_so() -> None:
+    with pytest.raises(TorinoError, match="pip install datasets"):
+        open_photos("hf:beans:train")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs the package datasets")
+def test_what_the_package_datasets_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    pictures = [Image.new("RGB", (9, 9), colour) for colour in COLOURS]
+    made = datasets.Dataset.from_dict({"image": pictures, "label": [0, 1] * 3 + [1]}, features=features)
+    made.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "repo").mkdir()
+    made.to_parquet(str(tmp_path / "repo" / "train.parquet"))
+    for source in (tmp_path / "saved", tmp_path / "repo", f"hf:{tmp_path / 'repo'}:train"):
+        photos = open_photos(source)
+        assert colours(photos) == COLOURS
+        assert [photo.texts for photo in photos][:2] == [("cat",), ("dog",)]
+    assert len(open_photos(f"hf:{tmp_path / 'repo'}:train", limit=3)) == 3
+    with pytest.raises(TorinoError, match="could not be opened"):
+        open_photos(f"hf:{tmp_path / 'repo'}:nothing")
+
+
+# ------------------------------------------------------------------ nothing there
+
+
+def test_what_holds_no_photos_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.md").write_text("words")
+    with pytest.raises(BadFile, match="There are no images in"):
+        open_photos(tmp_path / "empty")
+    with pytest.raises(BadFile, match="There are no photos at"):
+        open_photos(tmp_path / "nowhere")
+    with pytest.raises(BadFile, match="nothing that holds photos"):
+        open_photos(tmp_path / "text.md")
+    with pytest.raises(BadParameter, match="at least 1"):
+        open_photos(tmp_path, limit=0)
+
+
+def test_a_source_that_is_taken_away_is_gone(tmp_path: Path) -> None:
+    folder_of_images(tmp_path / "folder")
+    write_tar(tmp_path / "p.tar", {"a.png": encoded(COLOURS[0])})
+    for source in (tmp_path / "folder", tmp_path / "p.tar"):
+        photos = open_photos(source)
+        source.rename(tmp_path / "elsewhere")
+        with pytest.raises(Gone, match="Is the disk still connected"):
+            photos[0]
+        (tmp_path / "elsewhere").rename(source)
+        assert photos[0].data
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_of_images(tmp_path)
+    closed, real = tmp_path / "b", os.scandir
+    closed.chmod(0)
+    if os.geteuid() == 0:  # whom no rights stop
+
+        def scandir(path: Any) -> Any:
+            if Path(path) == closed:
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+    try:
+        with pytest.raises(BadFile, match=r"Cannot read .*b: Permission denied"):
+            open_photos(tmp_path)
+    finally:
+        closed.chmod(0o755)
