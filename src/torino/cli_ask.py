@@ -127,7 +127,7 @@ def ask(
                 raise
             raise TorinoError(_full(model, device)) from error
     if draw is not None:
-        _draw(draw, answer, Path(image).stem)
+        _draw(draw, answer, Path(image).stem, reducer)
     if as_json:
         out.print_json(json.dumps({"model": model, "question": question, **answer.facts()}))
         return
@@ -254,9 +254,10 @@ def _print(answer: Answer) -> None:
         )
 
 
-def _draw(path: Path, answer: Answer, name: str) -> None:
+def _draw(path: Path, answer: Answer, name: str, reducer: Reducer | None) -> None:
     """Draw the tokens over what the tower saw, tile by tile where it saw tiles."""
     from torino.draw import draw_sheet, save_picture
+    from torino.story import names_of
 
     plans = answer.reductions
     # where patches are not told apart by picture, all of them are of the one photo
@@ -265,4 +266,4 @@ def _draw(path: Path, answer: Answer, name: str) -> None:
     rows: dict[str, Any] = {
         title: (photo, [(plan.by, plan)]) for title, photo, plan in list(zip(names, seen, plans, strict=True))[:8]
     }
-    save_picture(draw_sheet(rows), path)
+    save_picture(draw_sheet(rows, names=names_of(reducer)), path)

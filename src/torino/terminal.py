@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.color import Color
 from rich.columns import Columns
@@ -16,12 +16,16 @@ from torino.reduction import Reduction
 GOLDEN = 0.6180339887  # steps of the golden ratio keep neighbouring hues apart
 
 
-def draw_groups(plans: Sequence[tuple[str, Reduction]], width: int = 100) -> RenderableType:
+def draw_groups(
+    plans: Sequence[tuple[str, Reduction]], width: int = 100, names: Mapping[int, str] | None = None
+) -> RenderableType:
     """Draw the groups of some images side by side, two patch rows to a line.
 
     Patches of one output token share a colour; a patch on its own is grey; one that no token stands for is dark.
+    With ``names``, words for latents such as ``sae.names``, those of the largest groups stand below, in their colours.
     """
-    return Columns([_drawn(name, plan) for name, plan in plans], padding=(0, 2), width=min(width, _wide(plans)))
+    drawn = [_drawn(name, plan, names or {}) for name, plan in plans]
+    return Columns(drawn, padding=(0, 2), width=min(width, _wide(plans)))
 
 
 def _wide(plans: Sequence[tuple[str, Reduction]]) -> int:
@@ -32,9 +36,9 @@ def _title(name: str, plan: Reduction) -> str:
     return f"{name}: {plan.patches} → {len(plan)}"
 
 
-def _drawn(name: str, plan: Reduction) -> RenderableType:
+def _drawn(name: str, plan: Reduction, names: Mapping[int, str]) -> RenderableType:
     rows, columns = plan.grid
-    sizes = plan.assigned[plan.assigned >= 0].bincount(minlength=len(plan)).tolist()
+    sizes: list[int] = plan.assigned[plan.assigned >= 0].bincount(minlength=len(plan)).tolist()
     colours = [_colour(token, sizes[token] if token >= 0 else 0) for token in plan.assigned.tolist()]
     text = Text()
     for top in range(0, rows, 2):
@@ -43,6 +47,12 @@ def _drawn(name: str, plan: Reduction) -> RenderableType:
             lower = colours[(top + 1) * columns + column] if top + 1 < rows else None
             text.append("▀", Style(color=upper, bgcolor=lower))
         text.append("\n")
+    room = max(columns, len(_title(name, plan)))
+    for token in sorted(range(len(plan)), key=lambda token: (-sizes[token], token))[:12]:
+        word = names.get(int(plan.concept[token]), "")
+        if sizes[token] > 1 and word and len(word) < room:
+            text.append(word + " ", Style(color=_colour(token, sizes[token])))
+            room -= len(word) + 1
     return Group(Text(_title(name, plan), "bold"), text)
 
 
