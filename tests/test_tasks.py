@@ -1,0 +1,492 @@
+"""Reading benchmarks: TSV and JSONL files, whole and broken ones; names; prompts; rotations."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import shutil
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torino.errors import BadFile, BadParameter, UnknownName
+from torino.evaluate import BENCHMARKS, open_task, read_answers
+from torino.evaluate.samples import answers_of, read_tsv
+from torino.evaluate.tasks import find_task, rotations
+from torino.evaluate.tsv import rows, unquoted
+
+
+def picture(number: int) -> bytes:
+    """Bytes that stand for a picture file; reading tasks never looks into them."""
+    return b"\x89PNG" + bytes([number]) * 60
+
+
+def coded(number: int) -> str:
+    return base64.b64encode(picture(number)).decode()
+
+
+def write(path: Path, table: list[dict[str, Any]], quoting: int = csv.QUOTE_MINIMAL) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        names = list(dict.fromkeys(name for row in table for name in row))
+        writer = csv.DictWriter(file, names, delimiter="\t", quoting=quoting, lineterminator="\n")  # type: ignore[arg-type]
+        writer.writeheader()
+        writer.writerows(table)
+    return path
+
+
+def question(index: int | str, **more: Any) -> dict[str, Any]:
+    return {"index": index, "image": coded(7), "question": "What is it?", "answer": "dog"} | more
+
+
+def choice(index: int | str, right: str = "B", **more: Any) -> dict[str, Any]:
+    options = {"A": "cat", "B": "dog", "C": "bird"}
+    return {"index": index, "image": coded(7), "question": "Which animal?", **options, "answer": right} | more
+
+
+# --- the rows of a TSV ---------------------------------------------------------------------------------------------
+
+cells = st.text(alphabet=st.sampled_from('ab"\t\n\r ,é选'), max_size=8)
+
+
+@given(st.lists(st.lists(cells, min_size=2, max_size=2), min_size=1, max_size=6), st.booleans())
+def test_rows_are_those_of_the_csv_module(table: list[list[str]], always: bool) -> None:
+    buffer = io.StringIO(newline="")
+    quoting = csv.QUOTE_ALL if always else csv.QUOTE_MINIMAL
+    csv.writer(buffer, delimiter="\t", quoting=quoting, lineterminator="\n").writerows(table)
+    raw = buffer.getvalue().encode()
+    found = []
+    for row in rows(io.BytesIO(raw)):
+        assert row.spans is not None
+        found.append([unquoted(row.raw[a:b]).decode() for a, b in row.spans])
+        for a, b in row.spans:  # the places are those in the file
+            assert raw[row.start + a : row.start + b] == row.raw[a:b]
+        assert row.number == 1 + raw[: row.start].count(b"\n")
+    assert found == table
+
+
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+@pytest.mark.parametrize("cell", ["What is it?", "dog"])
+def test_an_open_quote_costs_one_row(tmp_path: Path, quoting: int, cell: str) -> None:
+    path = write(tmp_path / "X.tsv", [question(n) for n in range(5)], quoting)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[2] = lines[2].replace(f'"{cell}"', f'"{cell}') if quoting else lines[2].replace(cell, f'"{cell}')
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    task = open_task(path)
+    assert [sample.index for sample in task] == ["0", "2", "3", "4"]
+    assert [problem.row for problem in task.problems] == [3]
+    assert "quote" in task.problems[0].what or "cells" in task.problems[0].what
+    assert task["4"].image.read() == picture(7)  # places behind the broken row still hold
+
+
+def test_quotes_inside_a_cell_that_is_not_quoted(tmp_path: Path) -> None:
+    path = write(tmp_path / "X.tsv", [question(1, question="Q")])
+    path.write_text(path.read_text(encoding="utf-8").replace("Q", 'a 5" pipe?'), encoding="utf-8")
+    assert open_task(path)["1"].question == 'a 5" pipe?'
+    path.write_text(path.read_text(encoding="utf-8").replace('a 5" pipe?', '"Stop" or what?'), encoding="utf-8")
+    assert open_task(path)["1"].question == "Stop or what?"  # as the csv module and pandas read it
+
+
+def test_an_open_quote_does_not_read_the_file_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torino.evaluate.tsv.MOST", 200)
+    path = write(tmp_path / "X.tsv", [question(n) for n in range(50)])
+    text = path.read_text(encoding="utf-8").replace("What", '"What', 1)
+    path.write_text(text, encoding="utf-8")
+    task = open_task(path)
+    assert len(task) == 49
+    assert task.problems[0].what == "a quote is opened and never closed"
+    assert {sample.image.read() for sample in task} == {picture(7)}
+
+
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+def test_a_row_keeps_its_texts_and_its_picture(tmp_path: Path, quoting: int) -> None:
+    text = 'Is it "5\tpm"?\nOr later?'
+    table = [question(3, question=text, category="时间", split="dev"), question(4, image=coded(9))]
+    task = open_task(write(tmp_path / "Clocks.tsv", table, quoting))
+    assert task.name == "Clocks"
+    assert task["3"].question == text
+    assert task["3"].meta == {"category": "时间", "split": "dev"}
+    assert [sample.row for sample in task] == [2, 4]  # the first question takes two lines
+    assert [sample.images[0].read() for sample in task] == [picture(7), picture(9)]
+    assert task["3"].images[0].key != task["4"].images[0].key
+
+
+def test_windows_line_ends_a_byte_order_mark_and_names_in_capitals(tmp_path: Path) -> None:
+    path = write(tmp_path / "X.tsv", [question(1, question="Ende?")])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n").replace(b"index", b"Index"))
+    task = open_task(path)
+    assert task["1"].question == "Ende?"
+    assert task["1"].answers == ("dog",)
+
+
+def test_pictures_by_the_index_of_another_row(tmp_path: Path) -> None:
+    table = [
+        question(1, image="3"),  # a row further on
+        question(2, image="9"),  # one that is not there
+        question(3),
+        question(4, image="3"),
+        question(5, image="6"),
+        question(6, image=coded(5), answer=""),  # of no use itself, but it has the picture
+    ]
+    task = open_task(write(tmp_path / "X.tsv", table))
+    assert [sample.index for sample in task] == ["1", "3", "4", "5"]
+    assert task["1"].images == task["3"].images == task["4"].images
+    assert task["5"].images[0].read() == picture(5)
+    assert [str(problem) for problem in task.problems] == [
+        "line 3 (index 2): its picture is that of index '9', which has none",
+        "line 7 (index 6): it has no answer",
+    ]
+
+
+BROKEN = {
+    "its picture is not base64 text": question(1, image="!" + coded(7)[1:]),
+    "it has no picture": question(1, image=""),
+    "it has no question": question(1, question=""),
+    "it has no answer": question(1, answer="nan"),
+    "its index is also that of line 2": question(0),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_rows_are_counted_or_stop_as_asked(tmp_path: Path, what: str) -> None:
+    path = write(tmp_path / "X.tsv", [question(0), BROKEN[what], question(2)])
+    task = open_task(path)
+    assert [sample.index for sample in task] == ["0", "2"]
+    assert [(problem.row, problem.what) for problem in task.problems] == [(3, what)]
+    assert task.facts()["skipped_rows"] == 1
+    with pytest.raises(BadFile, match=rf"X\.tsv, line 3.*{what}.*skipped and counted"):
+        open_task(path, broken="raise")
+
+
+def test_truncated_base64_wrapped_base64_and_data_addresses(tmp_path: Path) -> None:
+    wrapped = "\n".join(coded(7)[at : at + 4] for at in range(0, len(coded(7)), 4))
+    table = [
+        question(0, image=coded(7)[:-3]),
+        question(1, image=wrapped),
+        question(2, image="data:image/png;base64," + coded(7)),
+    ]
+    task = open_task(write(tmp_path / "X.tsv", table))
+    assert [problem.what for problem in task.problems] == ["its picture is not base64 text"]
+    assert [sample.images[0].read() for sample in task] == [picture(7), picture(7)]
+
+
+def test_rows_of_the_wrong_width_or_no_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "X.tsv", [question(0), question(1), question(2)])
+    lines = path.read_bytes().split(b"\n")
+    lines[2] += b"\tone more"
+    lines[3] = lines[3].replace(b"What", b"\xff\xfe")
+    path.write_bytes(b"\n".join(lines))
+    task = open_task(path)
+    assert [problem.what for problem in task.problems] == [
+        "it has 5 cells, and the header has 4",
+        "its question is not text in UTF-8",
+    ]
+
+
+def test_missing_columns_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "X.tsv", [{"index": 1, "question": "?", "answer": "a"}])
+    with pytest.raises(BadFile, match=r"has no column image; it has index, question, answer"):
+        open_task(path)
+    path = write(
+        tmp_path / "MMBench_TEST_EN.tsv", [{"index": 1, "question": "?", "image": coded(1), "A": "a", "B": "b"}]
+    )
+    with pytest.raises(BadFile, match=r"no column answer.*only be scored by their makers"):
+        open_task("MMBench_TEST_EN", tmp_path)
+    (tmp_path / "E.tsv").touch()
+    with pytest.raises(BadFile, match="is empty"):
+        open_task(tmp_path / "E.tsv")
+    with pytest.raises(BadFile, match=r"holds no sample that can be used; 1 rows were skipped\. The first: line 2"):
+        open_task(write(tmp_path / "N.tsv", [question(1, answer="")]))
+
+
+def test_several_pictures_in_a_row(tmp_path: Path) -> None:
+    table = [question(1, image=str([coded(1), coded(2)]))]
+    task = open_task(write(tmp_path / "X.tsv", table))
+    assert [place.read() for place in task["1"].images] == [picture(1), picture(2)]
+
+
+def test_image_paths_are_found_where_they_usually_are(tmp_path: Path) -> None:
+    folder = tmp_path / "images" / "Mine"
+    folder.mkdir(parents=True)
+    for number, place in enumerate([tmp_path, folder]):
+        (place / f"{number}.png").write_bytes(picture(number))
+    table = [{"index": n, "image_path": f"{n}.png", "question": "?", "answer": "x"} for n in range(3)]
+    task = open_task(write(tmp_path / "Mine_local.tsv", table))
+    assert task.name == "Mine"
+    assert [sample.images[0].read() for sample in task] == [picture(0), picture(1)]
+    assert "there is no picture 2.png in" in task.problems[0].what
+    # keys and fingerprint are the same wherever the folder lies
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path / "images", moved / "images")
+    shutil.copy(tmp_path / "0.png", moved)
+    again = open_task(write(moved / "Mine_local.tsv", table))
+    assert [sample.image.key for sample in again] == [sample.image.key for sample in task]
+    assert again.fingerprint == task.fingerprint
+    elsewhere = write(tmp_path / "away.tsv", table[1:2])
+    assert len(open_task(elsewhere, image_root=folder)) == 1
+    with pytest.raises(BadFile):
+        open_task(elsewhere)
+
+
+def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "Large.tsv"
+    big = base64.b64encode(bytes(1_000_000)).decode()
+    write(path, [question(n, image=big) for n in range(20)])
+    tracemalloc.start()
+    task = open_task(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.stat().st_size > 26_000_000
+    assert most < 10_000_000  # a row is 1.3 MB
+    assert len({sample.images[0].key for sample in task}) == 1
+    assert task["19"].images[0].read() == bytes(1_000_000)
+
+
+def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
+    def told(**more: Any) -> str:
+        return open_task(write(tmp_path / "X.tsv", [question(1, **more)])).fingerprint
+
+    assert told() == told()
+    assert len({told(), told(question="Else?"), told(image=coded(8)), told(answer="cat")}) == 4
+
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+FILES = {
+    "GQA": "GQA_TestDev_Balanced",
+    "MMBench_EN": "MMBench_DEV_EN",
+    "MMBench_CN": "MMBench_DEV_CN",
+    "MME": "MME",
+    "POPE": "POPE",
+    "ScienceQA": "ScienceQA_TEST",
+    "TextVQA": "TextVQA_VAL",
+    "VizWiz": "VizWiz",
+    "MMVet": "MMVet",
+}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_the_nine_open_by_either_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    kind = BENCHMARKS[name].kind
+    row = choice(1) if kind in ("mcq", "circular") else question(1)
+    if kind in ("mme", "pope"):
+        row = question(1, answer="Yes", category="existence")
+    write(tmp_path / f"{FILES[name]}.tsv", [row])
+    monkeypatch.setenv("LMUData", str(tmp_path))
+    for spelling in (name, FILES[name], name.lower(), FILES[name].replace("_", "-"), tmp_path / f"{FILES[name]}.tsv"):
+        task = open_task(spelling)
+        assert (task.name, task.kind) == (name, kind)
+
+
+def test_the_file_that_is_named_goes_first(tmp_path: Path) -> None:
+    write(tmp_path / "MMBench_DEV_CN.tsv", [choice(1)])
+    assert find_task("MMBench_CN", tmp_path).name == "MMBench_DEV_CN.tsv"
+    write(tmp_path / "MMBench_CN.tsv", [choice(1)])
+    assert find_task("MMBench_CN", tmp_path).name == "MMBench_CN.tsv"
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    write(tmp_path / "MME.tsv", [question(1)])
+    with pytest.raises(BadFile, match=r"POPE is not in .*it holds MME\.tsv\. Put POPE\.tsv there"):
+        open_task("POPE", tmp_path)
+    with pytest.raises(UnknownName, match=r"No task is called 'MMME'\. Close: 'MME'.*it holds MME\.tsv"):
+        open_task("MMME", tmp_path)
+    with pytest.raises(BadFile, match=r"There is no file .*none\.jsonl"):
+        open_task(tmp_path / "none.jsonl", tmp_path)
+    with pytest.raises(BadParameter, match="prompts must be"):
+        open_task("MME", tmp_path, prompts="mine")  # type: ignore[arg-type]
+    with pytest.raises(BadParameter, match="kind must be"):
+        open_task("MME", tmp_path, kind="best")  # type: ignore[arg-type]
+
+
+# --- tasks of one's own --------------------------------------------------------------------------------------------
+
+
+def test_a_file_with_options_is_a_multiple_choice(tmp_path: Path) -> None:
+    assert open_task(write(tmp_path / "Own.tsv", [choice(1)])).kind == "mcq"
+    assert open_task(write(tmp_path / "Own.tsv", [question(1)])).kind == "vqa"
+    assert open_task(write(tmp_path / "Own.tsv", [choice(1)]), kind="circular").kind == "circular"
+    task = open_task(write(tmp_path / "Own.tsv", [choice(1, "b"), choice(2, "bird"), choice(3, "E")]))
+    assert [sample.answers for sample in task] == [("B",), ("C",)]
+    assert task.problems[0].what == "its answer 'E' is none of its options A, B, C"
+
+
+def test_jsonl_with_a_folder_of_pictures(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_bytes(picture(1))
+    lines: list[Any] = [
+        {"image": "a.jpg", "question": "How many?", "answer": 2, "level": "easy"},
+        {"image": "a.jpg", "question": "What?", "answers": ["dog", "puppy"], "id": "x7"},
+        {"image": "b.jpg", "question": "What?", "answer": "dog"},
+        {"image": "a.jpg", "question": "Which?", "options": ["cat", "dog"], "answer": "dog"},
+        ["no", "object"],
+    ]
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n{cut", encoding="utf-8")
+    task = open_task(path, image_root=tmp_path / "photos", kind="vqa")
+    assert [(sample.index, sample.answers) for sample in task] == [
+        ("0", ("2",)),
+        ("x7", ("dog", "puppy")),
+        ("3", ("B",)),
+    ]
+    assert task["0"].meta == {"level": "easy"}
+    assert task["3"].options == {"A": "cat", "B": "dog"}
+    assert task["x7"].images[0].read() == picture(1)
+    assert [problem.row for problem in task.problems] == [3, 5, 7]
+    with pytest.raises(BadFile, match=r"own\.jsonl, line 3 \(index 2\): there is no picture b\.jpg"):
+        open_task(path, image_root=tmp_path / "photos", broken="raise")
+
+
+def test_answers_in_a_cell() -> None:
+    assert answers_of("['1', 'one']") == ("1", "one")
+    assert answers_of('["it\'s", "no"]') == ("it's", "no")
+    assert answers_of("[{'answer': 'red', 'answer_confidence': 'yes'}]") == ("red",)
+    assert answers_of("[exit]") == ("[exit]",)
+    assert answers_of("") == answers_of("nan") == ()
+    assert answers_of("__import__('os').getcwd()") == ("__import__('os').getcwd()",)  # a text, never run
+
+
+def test_take(tmp_path: Path) -> None:
+    task = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [choice(n) for n in range(6)]))
+    few = task.take(2)
+    assert (len(task), len(few)) == (18, 6)
+    assert [sample.group for sample in few] == ["0"] * 3 + ["1"] * 3
+    assert few["1000001"] is task["1000001"]
+    some = task.take(2, seed=1)
+    assert len(some) == 6
+    assert [sample.index for sample in task.take(2, seed=1)] == [sample.index for sample in some]
+    assert {tuple(s.index for s in task.take(2, seed=seed)) for seed in range(5)} != {tuple(s.index for s in some)}
+    with pytest.raises(BadParameter):
+        task.take(0)
+
+
+# --- rotations -----------------------------------------------------------------------------------------------------
+
+
+def test_rotations_are_made_where_the_file_has_none(tmp_path: Path) -> None:
+    task = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [choice(5)]))
+    assert [sample.index for sample in task] == ["5", "1000005", "2000005"]
+    assert [list(sample.options.values()) for sample in task] == [
+        ["cat", "dog", "bird"],
+        ["dog", "bird", "cat"],
+        ["bird", "cat", "dog"],
+    ]
+    assert [sample.answers[0] for sample in task] == ["B", "A", "C"]
+    assert all(sample.options[sample.answers[0]] == "dog" for sample in task)
+    named = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [choice("q")]))
+    assert [sample.index for sample in named] == ["q", "q+1", "q+2"]
+    assert {sample.group for sample in named} == {"q"}
+
+
+def test_rotations_of_the_file_are_kept(tmp_path: Path) -> None:
+    first = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [choice(5)]))
+    table = [
+        choice(one.index, one.answers[0], image=coded(7) if one.index == "5" else "5", **one.options) for one in first
+    ]
+    task = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [*table, choice(6, image="5")]))
+    assert [(one.index, one.group, dict(one.options), one.answers) for one in task.samples[:3]] == [
+        (one.index, one.group, dict(one.options), one.answers) for one in first
+    ]
+    assert len(task) == 4  # none is made for question 6: this file brings its own
+    by_column = [choice(n, g_index=1) for n in (1, 2)]
+    assert {one.group for one in open_task(write(tmp_path / "MMBench_DEV_EN.tsv", by_column))} == {"1"}
+
+
+def test_two_options_have_two_rotations(tmp_path: Path) -> None:
+    task = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [choice(1, "A", C="")]))
+    assert [sample.answers[0] for sample in task] == ["A", "B"]
+    assert len(rotations(task[0])) == 2
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+
+
+def asked(tmp_path: Path, file: str, row: dict[str, Any], prompts: Any = "standard") -> str:
+    task = open_task(write(tmp_path / f"{file}.tsv", [row]), prompts=prompts)
+    text = task.prompt(task[0])
+    assert task.facts()["prompts"] == prompts
+    assert text.split("\n")[-1] in task.facts()["prompt"] or text == row["question"]
+    return text
+
+
+SHORT = "Answer the question using a single word or phrase."
+
+
+def test_prompts_of_questions(tmp_path: Path) -> None:
+    row = question(1)
+    for file in ("GQA_TestDev_Balanced", "TextVQA_VAL", "Own"):
+        assert asked(tmp_path, file, row) == asked(tmp_path, file, row, "llava") == f"What is it?\n{SHORT}"
+    assert asked(tmp_path, "MMVet", row) == "What is it?"
+    insufficient = "When the provided information is insufficient, respond with 'Unanswerable'."
+    assert (
+        asked(tmp_path, "VizWiz", row)
+        == asked(tmp_path, "VizWiz", row, "llava")
+        == f"What is it?\n{insufficient}\n{SHORT}"
+    )
+    assert asked(tmp_path, "VizWiz", row, "vlmevalkit") == "What is it?"
+    already = question(1, question=f"What is it?\n{SHORT}")
+    assert asked(tmp_path, "GQA_TestDev_Balanced", already) == f"What is it?\n{SHORT}"
+
+
+def test_prompts_of_yes_no_questions(tmp_path: Path) -> None:
+    row = question(1, question="Is there a dog? Please answer yes or no.", answer="Yes", category="existence")
+    for file in ("MME", "POPE"):
+        assert asked(tmp_path, file, row) == asked(tmp_path, file, row, "vlmevalkit") == row["question"]
+        assert asked(tmp_path, file, row, "llava") == f"Is there a dog?\n{SHORT}"
+
+
+def test_prompts_of_multiple_choices(tmp_path: Path) -> None:
+    letter = "Answer with the option's letter from the given choices directly."
+    row = choice(1, hint="Look at the ears.")
+    want = f"Look at the ears.\nWhich animal?\nA. cat\nB. dog\nC. bird\n{letter}"
+    for file in ("ScienceQA_TEST", "MMBench_DEV_EN", "Own"):
+        assert asked(tmp_path, file, row) == want
+    chinese = {"question": "哪种动物？", "A": "猫", "B": "狗", "C": ""}
+    assert asked(tmp_path, "MMBench_DEV_CN", choice(1, **chinese)) == "哪种动物？\nA. 猫\nB. 狗\n请直接回答选项字母。"
+    assert asked(tmp_path, "ScienceQA_TEST", choice(1, hint="nan")).startswith("Which animal?")
+
+
+# --- rows that a rule cannot score; answers files ------------------------------------------------------------------
+
+
+def test_the_questions_of_an_mme_image_belong_together(tmp_path: Path) -> None:
+    more = {"answer": "Yes", "category": "OCR"}
+    by_name = [question(n, image_path=f"{n // 2}.png", **more) for n in range(4)]
+    task = open_task(write(tmp_path / "MME.tsv", by_name))
+    assert [one.group for one in task] == ["OCR|0.png"] * 2 + ["OCR|1.png"] * 2
+    by_picture = [question(n, image=coded(n // 2), **more) for n in range(4)]  # no name: the picture itself tells
+    groups = [one.group for one in open_task(write(tmp_path / "MME.tsv", by_picture))]
+    assert groups[0] == groups[1] != groups[2] == groups[3]
+
+
+def test_rows_that_the_rule_cannot_score(tmp_path: Path) -> None:
+    task = open_task(write(tmp_path / "MME.tsv", [question(1, answer="Yes", category="x"), question(2, answer="No")]))
+    assert [problem.what for problem in task.problems] == ["it has no category"]
+    task = open_task(write(tmp_path / "POPE.tsv", [question(1, answer="yes"), question(2, answer="maybe")]))
+    assert [problem.what for problem in task.problems] == ["its answer must be yes or no, and is 'maybe'"]
+    with pytest.raises(BadFile, match=r"line 3.*maybe"):
+        open_task("POPE", tmp_path, broken="raise")
+
+
+def test_answers_file(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(
+        '{"index": 1, "prediction": "a"}\n\n{"index": "2", "error": "x"}\n{"index": 3, "pred', encoding="utf-8"
+    )
+    assert [row["index"] for row in read_answers(path)] == [1, "2"]
+    path.write_text('{"index": 1}\n{"prediction": 3}\n{"index": 2}\n', encoding="utf-8")
+    with pytest.raises(BadFile, match=r"line 2 is not an answer"):
+        read_answers(path)
+    with pytest.raises(BadFile, match="Cannot read"):
+        read_answers(tmp_path / "none.jsonl")
+
+
+def test_the_table_alone(tmp_path: Path) -> None:
+    table = read_tsv(write(tmp_path / "X.tsv", [question(1)]))
+    assert table.columns == ("index", "image", "question", "answer")
+    assert len(table.samples) == 1
