@@ -28,7 +28,9 @@ CORE = [
     "story",
 ]
 REDUCING = ["reduction", "stages", "reducers", "calibration", "example", "testing", "terminal", "images", "draw"]
-ROOMS = [*CORE, *REDUCING, "vlm", "ask", "options", "cli_ask", "cli", "__main__"]
+MODELS = ["photos", "vlm", "lab", "train", "judge", "ask", "evaluate"]
+COMMANDS = ["options", "cli_ask", "cli_harvest", "cli_train", "cli_concepts", "cli_eval", "cli", "__main__"]
+ROOMS = [*CORE, *REDUCING, *MODELS, *COMMANDS]
 # Deferred imports that look to the right on purpose: SAE.load and SAE.save open the room that knows layouts.
 ALLOWED = {("sae", "formats")}
 
@@ -42,6 +44,8 @@ def imports(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torino."):
             found.add(node.module.split(".")[1])
+        if isinstance(node, ast.ImportFrom) and node.module == "torino":
+            found |= {name.name for name in node.names if name.name in ROOMS}
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from torino.cli_ask import EPILOG, ask
+from torino import cli_ask, cli_concepts, cli_eval, cli_harvest, cli_train
 from torino.errors import BadParameter, TorinoError, UnmetBudget
 from torino.options import build_reducer, open_sae, share_of
 
@@ -164,6 +165,7 @@ def reduce(
     """Reduce the visual tokens of images, and show what became of them."""
     from torino.example import PHOTOS, example_tokens
     from torino.reduction import Reduction, ReductionBatch
+    from torino.story import names_of
     from torino.tokens import load_tokens, pack_patches
 
     bundled = tokens is None
@@ -191,6 +193,7 @@ def reduce(
                 ) from error
             progress.advance(task, len(part))
     batch = ReductionBatch.of(plans)
+    words = names_of(reducer)
 
     names = list(PHOTOS) if bundled else [f"image {index}" for index in range(len(images))]
     count = f"{len(images)} image{'s' if len(images) > 1 else ''}"
@@ -199,13 +202,14 @@ def reduce(
     if picture or (picture is None and out.is_terminal):
         from torino.terminal import draw_groups
 
-        out.print(draw_groups(list(zip(names, batch, strict=True))[: 4 if picture is None else None], out.width))
+        shown = list(zip(names, batch, strict=True))[: 4 if picture is None else None]
+        out.print(draw_groups(shown, out.width, words))
     for name, plan in zip(names, batch, strict=True):
         largest = sorted(range(len(plan)), key=lambda m: (-int((plan.assigned == m).sum()), m))[:explain]
         for token in largest:
-            out.print(f"[bold]{escape(name)}[/]: {escape(str(plan.explain(token)))}", highlight=False)
+            out.print(f"[bold]{escape(name)}[/]: {escape(str(plan.explain(token, words)))}", highlight=False)
     if draw is not None:
-        _draw(draw, names, batch, bundled)
+        _draw(draw, names, batch, bundled, words)
         out.print(f"Drew {min(len(images), 8)} images to {escape(str(draw))}.", highlight=False)
     if output is not None:
         reduced = batch.apply(pack_patches(images))
@@ -260,7 +264,12 @@ def export(
     out.print(f"Wrote {escape(str(write_sae(loaded, folder, layout)))} in the {layout} layout.", highlight=False)
 
 
-app.command(epilog=EPILOG)(ask)
+app.command(epilog=cli_ask.EPILOG)(cli_ask.ask)
+app.command(epilog=cli_harvest.EPILOG)(cli_harvest.harvest)
+app.command(epilog=cli_train.TRAIN_EPILOG)(cli_train.train)
+app.command(epilog=cli_train.SWEEP_EPILOG)(cli_train.sweep)
+app.command(epilog=cli_concepts.EPILOG)(cli_concepts.concepts)
+app.command("eval", epilog=cli_eval.EPILOG)(cli_eval.evaluate)
 
 
 def _default_sae(method: str, bundled: bool) -> str | None:
@@ -279,7 +288,7 @@ def open_named(name: str) -> Any:
     return example_sae() if name == "example" else SAE.load(name)
 
 
-def _draw(path: Path, names: list[str], batch: Any, bundled: bool) -> None:
+def _draw(path: Path, names: list[str], batch: Any, bundled: bool, words: Mapping[int, str]) -> None:
     """Draw the first images, over their photos where there are any."""
     from torino.draw import draw_sheet, save_picture
     from torino.example import example_folder
@@ -289,7 +298,7 @@ def _draw(path: Path, names: list[str], batch: Any, bundled: bool) -> None:
     for name, plan in list(zip(names, batch, strict=True))[:8]:
         photo = open_image(example_folder() / "photos" / f"{name}.jpg") if bundled else None
         rows[name] = (photo, [(plan.by, plan)])
-    save_picture(draw_sheet(rows), path)
+    save_picture(draw_sheet(rows, names=words), path)
 
 
 def _budget(budget: int | None, keep: str | None, lengths: list[int]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,3 +57,46 @@ def share_of(keep: str) -> float:
     if not 0 < share <= 1:
         raise BadParameter(f"--keep must be a share such as 25% or 0.25, got {keep!r}.")
     return share
+
+
+def split_words(text: str) -> list[str]:
+    """Words between commas; commas inside brackets do not divide.
+
+    Examples
+    --------
+    >>> split_words("random, torino-m(k=2, delta=1),tome")
+    ['random', 'torino-m(k=2, delta=1)', 'tome']
+    """
+    words = [word.strip() for word in re.split(r",(?![^()]*\))", text)]
+    return [word for word in words if word]
+
+
+def split_pairs(text: str) -> list[tuple[int, int]]:
+    """Pairs k,delta between spaces; ``no`` is none.
+
+    Examples
+    --------
+    >>> split_pairs("3,3 2,1"), split_pairs("no")
+    ([(3, 3), (2, 1)], [])
+    """
+    pairs: list[tuple[int, int]] = []
+    for word in [] if text.strip() == "no" else text.split():
+        found = re.fullmatch(r"(\d+),(\d+)", word)
+        if found is None or not 1 <= int(found[2]) <= int(found[1]):
+            raise BadParameter(f"Write pairs as k,delta with delta from 1 to k, such as '3,3 2,2', got {word!r}.")
+        pairs.append((int(found[1]), int(found[2])))
+    return pairs
+
+
+def share_of_work(text: str) -> tuple[int, int]:
+    """Read ``i/n``, counted from 1, as (i - 1, n).
+
+    Examples
+    --------
+    >>> share_of_work("2/4")
+    (1, 4)
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise BadParameter(f"--shard is i/n with i from 1 to n, such as 1/4, got {text!r}.")
+    return int(found[1]) - 1, int(found[2])

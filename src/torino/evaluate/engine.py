@@ -1,0 +1,287 @@
+"""The engine: one picture is seen once, reduced by every method, and each question about it is answered by all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from torino.ask import write_prompt
+from torino.errors import BadParameter, TorinoError
+from torino.images import Padding, mean_colour, open_image, prepare
+from torino.reducers import Reducer, inside_of
+from torino.reduction import Reduction, ReductionBatch
+from torino.vlm.asked import ClipText
+from torino.vlm.host import ASKED, Host, Positions, Sight, Splice, host_of
+
+OnError = Literal["skip", "stop"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as the engine gets it.
+
+    Attributes
+    ----------
+    key : object
+        Whatever the caller knows it by.
+    text : str
+        The question with its instruction, without the words a model wants around it.
+    length : int
+        Longest answer, in tokens.
+    """
+
+    key: Any
+    text: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer, or the error in its place.
+
+    Attributes
+    ----------
+    key : object
+    setting : str
+    text : str or None
+    tokens, before : int
+        Visual tokens that the language model got, and those of the full prompt.
+    seconds : dict
+        ``tower``, ``plan``, ``projector``, and ``answer`` of the ``batch`` of answers made together.
+    error : str
+    """
+
+    key: Any
+    setting: str
+    text: str | None
+    tokens: int
+    before: int
+    seconds: dict[str, float]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one setting made of a picture."""
+
+    setting: str
+    sight: Sight
+    splices: list[Splice]
+    tokens: int
+    seconds: dict[str, float]
+
+
+class Engine:
+    """Answers questions about pictures under many settings; the tower looks at each picture once for all of them.
+
+    Methods that work inside the tower, or choose by the question, see it anew, as they must. What is answered in one
+    batch depends on the picture, the question and the settings alone, so a run that is taken up again gives the
+    same answers.
+
+    Parameters
+    ----------
+    model, processor
+        As :func:`torino.ask.open_vlm` gives them.
+    reducers : mapping of setting to Reducer or None
+        None keeps all tokens.
+    padding : {"crop", "square"}
+    positions : {"compact", "original"}
+    batch : int
+        Settings whose answers to one question are made together, where the model's family allows it.
+    on_error : {"skip", "stop"}
+        Whether a picture or question at which the model fails is noted and passed over.
+    asking : ClipText, optional
+        Reads questions for methods that choose by them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        reducers: Mapping[str, Reducer | None],
+        *,
+        padding: Padding = "crop",
+        positions: Positions = "compact",
+        batch: int = 8,
+        on_error: OnError = "skip",
+        asking: ClipText | None = None,
+    ) -> None:
+        if batch < 1:
+            raise BadParameter(f"batch must be at least 1, got {batch}.")
+        self.model, self.processor, self.reducers = model, processor, dict(reducers)
+        self.host = host_of(model)
+        self.padding: Padding = padding
+        self.positions: Positions = positions
+        self.on_error, self.asking = on_error, asking
+        # families that lay out positions or outputs by image are asked one by one
+        plain = type(self.host).outputs is Host.outputs and type(self.host).positions is Host.positions
+        self.batch = batch if plain else 1
+        self._colour = mean_colour(processor)
+        self._weight = next(one for one in model.parameters() if one.is_floating_point())
+        for setting, reducer in self.reducers.items():
+            if reducer is not None and reducer.needs & ASKED and asking is None:
+                raise BadParameter(
+                    f"{setting} chooses patches by the question, and nothing here reads it. Give the text half of the "
+                    "model's CLIP (--clip), or leave the method out."
+                )
+
+    @torch.no_grad()
+    def answers(
+        self, pictures: Sequence[bytes], asked: Sequence[Asked], wanted: Callable[[Any, str], bool]
+    ) -> Iterator[list[Answered]]:
+        """Answer questions about one picture (or several that go together).
+
+        Parameters
+        ----------
+        pictures : sequence of bytes
+        asked : sequence of Asked
+        wanted : callable
+            Says of (key, setting) whether that answer is still missing.
+
+        Yields
+        ------
+        list of Answered
+            Those of a batch that were wanted.
+        """
+        open_ = [question for question in asked if any(wanted(question.key, name) for name in self.reducers)]
+        if not open_:
+            return
+        try:
+            images = [prepare(open_image(picture), self.padding, self._colour) for picture in pictures]
+            parts, failed = self._parts(images, open_[0])
+        except Exception as error:
+            if self.on_error == "stop":
+                raise
+            yield [
+                _failed(question.key, name, error)
+                for question in open_
+                for name in self.reducers
+                if wanted(question.key, name)
+            ]
+            return
+        for question in open_:
+            yield [_failed(question.key, name, error) for name, error in failed.items() if wanted(question.key, name)]
+            ready = [*parts, *self._by_question(images, question, wanted)]
+            for group in self._batches(ready):
+                if any(wanted(question.key, part.setting) for part in group):
+                    done = self._answer(images, question, group)
+                    yield [answer for answer in done if wanted(answer.key, answer.setting)]
+
+    # ------------------------------------------------------------------ seeing
+
+    def _parts(self, images: Sequence[Any], question: Asked) -> tuple[list[_Part], dict[str, Exception]]:
+        """What each setting makes of the picture, and the settings that fail at it."""
+        inputs = self._inputs(images, question)
+        common = frozenset[str]()
+        for reducer in self.reducers.values():
+            if reducer is not None and inside_of(reducer) is None:
+                common |= reducer.needs | (reducer.views_need if self.host.tiles else frozenset())
+        begin = time.perf_counter()
+        sight = self.host.look(inputs, common - ASKED)
+        seen = time.perf_counter() - begin
+        parts: list[_Part] = []
+        failed: dict[str, Exception] = {}
+        for name, reducer in self.reducers.items():
+            if reducer is not None and reducer.needs & ASKED:
+                continue
+            try:
+                parts.append(self._part(name, reducer, sight, inputs, seen))
+            except Exception as error:
+                if self.on_error == "stop":
+                    raise
+                failed[name] = error
+        return parts, failed
+
+    def _part(self, name: str, reducer: Reducer | None, sight: Sight, inputs: Mapping[str, Any], seen: float) -> _Part:
+        begin = time.perf_counter()
+        inside = None if reducer is None else inside_of(reducer)
+        if reducer is None:
+            plans = ReductionBatch.of([Reduction.identity(unit.grid) for unit in sight.tokens])
+        elif inside is None:
+            plans = self.host.plan(reducer, sight)
+        else:
+            sight, plans = self.host.look_inside(inputs, inside)
+            seen, begin = time.perf_counter() - begin, time.perf_counter()
+        planned = time.perf_counter()
+        splices = self.host.splice(sight, plans)
+        seconds = {"tower": seen, "plan": planned - begin, "projector": time.perf_counter() - planned}
+        return _Part(name, sight, splices, sum(len(splice.slots) for splice in splices), seconds)
+
+    def _by_question(self, images: Sequence[Any], question: Asked, wanted: Callable[[Any, str], bool]) -> list[_Part]:
+        """Settings that choose by the question, which see the picture for this one alone."""
+        parts: list[_Part] = []
+        for name, reducer in self.reducers.items():
+            if reducer is None or not reducer.needs & ASKED or self.asking is None or not wanted(question.key, name):
+                continue
+            inputs = self._inputs(images, question)
+            begin = time.perf_counter()
+            sight = self.host.look(inputs, reducer.needs - ASKED)
+            sight = self.asking.about(question.text).add(self.host, sight, inputs)
+            parts.append(self._part(name, reducer, sight, inputs, time.perf_counter() - begin))
+        return parts
+
+    # ------------------------------------------------------------------ answering
+
+    def _batches(self, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+        """Settings of similar length together; the order depends on the lengths and names alone."""
+        ordered = sorted(parts, key=lambda part: (part.tokens, part.setting))
+        for start in range(0, len(ordered), self.batch):
+            yield ordered[start : start + self.batch]
+
+    def _answer(self, images: Sequence[Any], question: Asked, group: Sequence[_Part]) -> list[Answered]:
+        try:
+            return self._generate(images, question, group)
+        except Exception as error:
+            if self.on_error == "stop":
+                raise
+            if len(group) == 1:
+                return [_failed(question.key, group[0].setting, error)]
+            return [answer for part in group for answer in self._answer(images, question, [part])]
+
+    def _generate(self, images: Sequence[Any], question: Asked, group: Sequence[_Part]) -> list[Answered]:
+        full = self._inputs(images, question)
+        before = int((full["input_ids"] == self.host.image_token).sum())
+        count = len(group)
+        rows = {
+            name: value.repeat(count, *[1] * (value.ndim - 1)) if isinstance(value, Tensor) else value
+            for name, value in full.items()
+            if name not in self.host.pixel_names
+        }
+        sight = group[0].sight if count == 1 else Sight((), group[0].sight.full * count)
+        splices = [splice for part in group for splice in part.splices]
+        shrunk, _ = self.host.fill(rows, sight, splices, self.positions, "left")
+        begin = time.perf_counter()
+        length = shrunk["input_ids"].shape[1]
+        out = cast(Any, self.model).generate(**shrunk, max_new_tokens=question.length, do_sample=False)
+        took = time.perf_counter() - begin
+        texts = self.processor.batch_decode(out[:, length:], skip_special_tokens=True)
+        return [
+            Answered(
+                question.key,
+                part.setting,
+                text.strip(),
+                part.tokens,
+                before,
+                {**part.seconds, "answer": took, "batch": count},
+            )
+            for part, text in zip(group, texts, strict=True)
+        ]
+
+    def _inputs(self, images: Sequence[Any], question: Asked) -> dict[str, Any]:
+        prompt = write_prompt(self.model, self.processor, question.text, len(images))
+        start = getattr(getattr(self.processor, "tokenizer", None), "bos_token", None)
+        options = {"add_special_tokens": False} if start and prompt.startswith(start) else {}
+        try:
+            inputs = self.processor(images=list(images), text=prompt, return_tensors="pt", **options)
+        except (ValueError, TypeError) as error:
+            raise TorinoError(f"{type(self.processor).__name__} refused the image or the question: {error}") from error
+        return dict(inputs.to(self._weight.device, dtype=self._weight.dtype))
+
+
+def _failed(key: Any, setting: str, error: Exception) -> Answered:
+    return Answered(key, setting, None, 0, 0, {}, f"{type(error).__name__}: {error}")

@@ -1,0 +1,339 @@
+"""Running the protocol: shared features, resumption after kill -9, shards, failures, and the command."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from test_ask import _build
+
+from torino import SAE, BadFile, BadParameter, RawEmbedding, TorinoError, make
+from torino.ask import ask, open_vlm
+from torino.evaluate.engine import Asked, Engine
+from torino.evaluate.records import Records, read_records
+from torino.evaluate.results import open_run
+from torino.evaluate.run import Plan, evaluate, mean_length
+from torino.evaluate.settings import FULL, dynamic_settings, fixed_settings, matched_settings
+from torino.evaluate.tasks import Task, open_task
+
+METHODS = ["torino-p", "torino-m", "random", "divprune"]
+PLAN = Plan(METHODS, dynamic=[(2, 2), (1, 1)], fixed=[5], seeds=2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "llava"
+    _build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vlm(checkpoint: Path) -> tuple[Any, Any]:
+    return open_vlm(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def sae(tmp_path_factory: pytest.TempPathFactory) -> SAE:
+    generator = torch.Generator().manual_seed(3)
+    return SAE(torch.randn(40, 32, generator=generator), W_dec=torch.randn(40, 32, generator=generator))
+
+
+def picture(seed: int) -> bytes:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (4, 4, 3), generator=generator, dtype=torch.uint8).numpy()
+    file = io.BytesIO()
+    Image.fromarray(pixels).resize((56, 56), Image.Resampling.NEAREST).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_tsv(path: Path, images: int, questions: int = 2) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter="\t")
+        writer.writerow(["index", "image", "question", "answer"])
+        for number in range(images):
+            coded = base64.b64encode(picture(number)).decode()
+            for question in range(questions):
+                index = number * questions + question
+                writer.writerow([index, coded, ["what is this ?", "how many is this ?"][question], "word1"])
+    return path
+
+
+def task(folder: Path, name: str = "small", images: int = 4) -> Task:
+    return open_task(write_tsv(folder / f"{name}.tsv", images))
+
+
+def table(folder: Path) -> list[tuple[str, ...]]:
+    """Everything in a run that must not depend on how often it was stopped."""
+    rows = open_run(folder).rows()
+    return sorted((row["task"], row["setting"], row["index"], row["prediction"], str(row["tokens"])) for row in rows)
+
+
+def go(folder: Path, tasks: list[Task], vlm: tuple[Any, Any], sae: Any, plan: Plan = PLAN, **options: Any) -> Any:
+    return evaluate(folder, model=vlm[0], processor=vlm[1], tasks=tasks, plan=plan, saes={"s": sae}, batch=3, **options)
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def test_settings_of_the_protocol() -> None:
+    dynamic = dynamic_settings(METHODS, ["s"])
+    assert [(one.method, one.tier, one.reference) for one in dynamic[:2]] == [
+        ("torino-p", "3,3", True),
+        ("torino-m", "3,3", False),
+    ]
+    references = {one.tier: one for one in dynamic if one.reference}
+    matched = matched_settings(METHODS, {"2,2": 7}, references, ["s"], seeds=2)
+    assert [one.spec for one in matched] == [
+        "torino-p(k=2, delta=2, budget=7)",
+        "torino-m(k=2, delta=2, budget=7)",
+        "random(budget=7, seed=0)",
+        "random(budget=7, seed=1)",
+        "divprune(budget=7)",
+    ]
+    assert matched[0].label == "TORINO-P_FB"
+    fixed = fixed_settings(METHODS, [64], ["s"], seeds=1)
+    ids = [one.id for one in [FULL, *dynamic, *matched, *fixed]]
+    assert len(set(ids)) == len(ids)
+    for one in [*dynamic, *matched, *fixed]:
+        made = one.reducer({"s": RawEmbedding()})
+        assert made is not None
+        assert made.name == one.method
+
+
+def test_a_dynamic_tier_needs_torino() -> None:
+    with pytest.raises(BadParameter, match="neither torino-p nor torino-m"):
+        Plan(["random"]).first(["s"])
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+def test_answers_are_those_of_asking_one_by_one(vlm: tuple[Any, Any], sae: SAE) -> None:
+    model, processor = vlm
+    reducers = {
+        "full": None,
+        "m": make("torino-m(k=2, delta=1)", sae=sae),
+        "zip": make("visionzip(budget=6)"),
+        "tower": make("tome-tower(budget=7)"),
+        "r": make("random(budget=5)"),
+    }
+    asked = [Asked(("t", "0"), "what is this ?", 4), Asked(("t", "1"), "how many ?", 4)]
+    for batch in (1, 8):
+        engine = Engine(model, processor, reducers, batch=batch, on_error="stop")
+        done = [one for group in engine.answers([picture(1)], asked, lambda key, name: True) for one in group]
+        assert len(done) == 10
+        for one in done:
+            question = next(each.text for each in asked if each.key == one.key)
+            alone = ask(
+                picture(1), question, model=model, processor=processor, reducer=reducers[one.setting], max_new_tokens=4
+            )
+            assert one.text == alone.text.strip()
+            assert (one.tokens, one.before) == (alone.after, 16)
+
+
+def test_the_tower_looks_once(vlm: tuple[Any, Any], sae: SAE) -> None:
+    model, processor = vlm
+    calls: list[int] = []
+    handle = model.model.vision_tower.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        reducers = {name: make(f"{name}(budget=5)") for name in ("random", "divprune", "visionzip", "hired", "scope")}
+        engine = Engine(model, processor, {"full": None, **reducers}, on_error="stop")
+        asked = [Asked(("t", str(n)), "what is this ?", 2) for n in range(3)]
+        assert len(list(engine.answers([picture(1)], asked, lambda key, name: True)))
+    finally:
+        handle.remove()
+    assert len(calls) == 1
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def test_the_protocol(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
+    tasks = [task(tmp_path, "one"), task(tmp_path, "two", images=2)]
+    told: list[tuple[str, int, int]] = []
+    run = go(tmp_path / "run", tasks, vlm, sae, progress=lambda *now: told.append(now))
+    rows = list(run.rows())
+    keys = [(row["task"], row["setting"], row["index"]) for row in rows]
+    assert len(keys) == len(set(keys)) == len(run.settings) * (8 + 4)
+    for tier in ("2,2", "1,1"):
+        reference = next(one for one in run.settings.values() if one.reference and one.tier == tier)
+        counts = [run.tokens(name, reference.id) for name in ("one", "two")]
+        assert [len(each) for each in counts] == [4, 2]
+        budget = round(sum(each.mean() for each in counts) / 2)
+        assert mean_length(run, reference.id) == budget
+        matched = [one for one in run.settings.values() if one.tier == tier and not one.dynamic]
+        assert {one.budget for one in matched} == {budget}
+        assert len(matched) == 5
+        for one in matched:
+            assert set(run.tokens("one", one.id)) == {budget}
+    assert set(run.tokens("one", "full")) == {16}
+    assert told[-1][1] == told[-1][2]
+    scores = run.scores()
+    assert set(scores) == {"one", "two"}
+    assert set(scores["one"]) == set(run.settings)
+    before = table(tmp_path / "run")
+    go(tmp_path / "run", tasks, vlm, sae)  # nothing left to do
+    assert table(tmp_path / "run") == before
+
+
+def test_parts_of_the_work_make_the_same_table(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
+    tasks = [task(tmp_path, images=5)]
+    go(tmp_path / "whole", tasks, vlm, sae)
+    with pytest.raises(TorinoError, match=r"wait for .* answers of other parts"):
+        go(tmp_path / "parts", tasks, vlm, sae, shard=(0, 2))
+    go(tmp_path / "parts", tasks, vlm, sae, shard=(1, 2))
+    go(tmp_path / "parts", tasks, vlm, sae, shard=(0, 2))
+    assert len(list((tmp_path / "parts/answers").iterdir())) == 2
+    assert table(tmp_path / "parts") == table(tmp_path / "whole")
+
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from torino import SAE
+from torino.ask import open_vlm
+from torino.evaluate.run import Plan, evaluate
+from torino.evaluate.tasks import open_task
+model, processor = open_vlm(sys.argv[1])
+generator = torch.Generator().manual_seed(3)
+sae = SAE(torch.randn(40, 32, generator=generator), W_dec=torch.randn(40, 32, generator=generator))
+plan = Plan(["torino-p", "torino-m", "random", "divprune"], dynamic=[(2, 2), (1, 1)], fixed=[5], seeds=2)
+evaluate(sys.argv[3], model=model, processor=processor, tasks=[open_task(sys.argv[2])], plan=plan, saes={"s": sae},
+         batch=3, name="tiny")
+"""
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path: Path, checkpoint: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
+    data = write_tsv(tmp_path / "small.tsv", images=12)
+    go(tmp_path / "whole", [open_task(data)], vlm, sae, name="tiny")
+    wanted = table(tmp_path / "whole")
+    dice = random.Random(5)
+    answers = tmp_path / "run/answers/1of1.jsonl"
+    command = [sys.executable, "-c", SCRIPT, str(checkpoint), str(data), str(tmp_path / "run")]
+    killed = 0
+    for _ in range(8):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        size = answers.stat().st_size if answers.exists() else 0
+        more = dice.randrange(200, 9000)
+        while process.poll() is None:
+            if answers.exists() and answers.stat().st_size > size + more and killed < 3:
+                os.kill(process.pid, signal.SIGKILL)
+                killed += 1
+                break
+            time.sleep(0.005)
+        if process.wait() == 0:
+            break
+        with answers.open("ab") as file:  # and as if the machine had died within a line
+            file.write(b'{"task": "small", "ind')
+    assert killed >= 1
+    rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    keys = [(row["task"], row["setting"], row["index"]) for row in rows]
+    assert len(keys) == len(set(keys))  # no sample twice
+    assert table(tmp_path / "run") == wanted
+
+
+def test_what_fails_is_noted_and_passed_over(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
+    path = write_tsv(tmp_path / "small.tsv", images=3, questions=1)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    index, image, question, answer = lines[2].split("\t")
+    broken = base64.b64encode(base64.b64decode(image)[:60]).decode()  # half a picture
+    lines[2] = "\t".join([index, broken, question, answer])
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    tasks = [open_task(path)]
+    run = go(tmp_path / "run", tasks, vlm, sae, plan=Plan(["random"], dynamic=[], fixed=[5], seeds=1))
+    failed = [row for row in run.rows() if "error" in row]
+    assert {row["index"] for row in failed} == {"1"}
+    assert {row["setting"] for row in failed} == {"full", "random@5#0"}
+    score = run.scores()["small"]["full"]
+    assert (score.counts["answered"], score.counts["failed"]) == (2, 1)
+    assert list(read_records((tmp_path / "run/problems").glob("*.jsonl")))
+    with pytest.raises(BadFile):
+        go(tmp_path / "stop", tasks, vlm, sae, plan=Plan(["random"], dynamic=[], fixed=[5]), on_error="stop")
+
+
+def test_a_model_that_raises_on_one_sample(
+    tmp_path: Path, vlm: tuple[Any, Any], sae: SAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = vlm
+    stock = type(model).generate
+    calls = {"n": 0}
+
+    def sometimes(self: Any, *arguments: Any, **given: Any) -> Any:
+        calls["n"] += 1
+        if calls["n"] in (2, 3):  # the batch, and the first of its answers alone
+            raise RuntimeError("no luck")
+        return stock(self, *arguments, **given)
+
+    monkeypatch.setattr(type(model), "generate", sometimes)
+    plan = Plan(["random", "divprune"], dynamic=[], fixed=[5], seeds=1)
+    run = go(tmp_path / "run", [task(tmp_path, images=2)], vlm, sae, plan=plan)
+    failed = [row for row in run.rows() if "error" in row]
+    assert len(failed) == 1
+    assert failed[0]["error"] == "RuntimeError: no luck"
+    assert len(list(run.rows())) == 3 * 4
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    records = Records(tmp_path / "a.jsonl")
+    records.add([{"n": 1}])
+
+    class Full(io.RawIOBase):
+        def tell(self) -> int:
+            return 9
+
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    records._file = Full()  # type: ignore[assignment]
+    with pytest.raises(BadFile, match=r"No space left on device\. What was answered before is kept"):
+        records.add([{"n": 2}])
+    records.add([{"n": 3}])
+    records.close()
+    assert [row["n"] for row in read_records([tmp_path / "a.jsonl"])] == [1, 3]
+
+
+def test_other_arguments_are_another_run(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
+    plan = Plan(["random"], dynamic=[], fixed=[5], seeds=1)
+    tasks = [task(tmp_path, images=1)]
+    go(tmp_path / "run", tasks, vlm, sae, plan=plan)
+    with pytest.raises(BadParameter, match="begun with padding 'crop', and now it is 'square'"):
+        go(tmp_path / "run", tasks, vlm, sae, plan=plan, padding="square")
+    with pytest.raises(BadParameter, match="other methods or tiers"):
+        go(tmp_path / "run", tasks, vlm, sae, plan=Plan(["random"], dynamic=[], fixed=[6], seeds=1))
+    with pytest.raises(BadParameter, match="other tasks or other data"):
+        go(tmp_path / "run", [task(tmp_path, "other", images=1)], vlm, sae, plan=plan)
+    write_tsv(tmp_path / "small.tsv", images=2)
+    with pytest.raises(BadFile, match="not the file that this run was made with"):
+        open_run(tmp_path / "run").scores()
+    with pytest.raises(BadFile, match="is no run"):
+        open_run(tmp_path)
+
+
+def test_the_command(tmp_path: Path, checkpoint: Path, sae: SAE) -> None:
+    from typer.testing import CliRunner
+
+    from torino.cli import app
+
+    sae.save(tmp_path / "sae")
+    data = write_tsv(tmp_path / "small.tsv", images=2)
+    given = ["eval", "--model", str(checkpoint), "--tasks", str(data), "-o", str(tmp_path / "run"), "--limit", "3"]
+    given += ["--sae", f"s={tmp_path / 'sae'}", "--methods", "torino-m,random", "--dynamic", "2,2", "--tiers", "6"]
+    done = CliRunner().invoke(app, [*given, "--device", "cpu", "--seeds", "1"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    run = open_run(tmp_path / "run")
+    assert {one.method for one in run.settings.values()} == {"full", "torino-m", "random"}
+    assert len(list(run.rows())) == 3 * len(run.settings)
