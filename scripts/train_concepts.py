@@ -30,7 +30,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from report import machine, table, write_section  # noqa: E402
 
 from torino.draw import save_picture  # noqa: E402
+from torino.example import example_folder  # noqa: E402
 from torino.files import read_json, write_json, write_whole  # noqa: E402
+from torino.images import open_image  # noqa: E402
 from torino.judge.evidence import gather  # noqa: E402
 from torino.judge.looking import Looking  # noqa: E402
 from torino.judge.names import name_concepts, save_names  # noqa: E402
@@ -142,21 +144,43 @@ def make(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def draw(args: argparse.Namespace) -> None:
-    """The most used concepts of the largest SAE on all patches, named from the captions of the held-out photos."""
+    """What the named concepts of the largest SAE on all patches see in photos that may be shown.
+
+    The names come from the captions of the held-out photos; the pictures are the bundled free photos and parts of them.
+    """
     place = args.work / "saes" / "all" / f"x{args.expansions[-1]:g}"
     dev = open_photos(str(args.dev), limit=args.heldout)
-    looking = Looking(dev, Kept(args.work / "tokens", args.block), Kept(args.work / "tokens-judge", JUDGE))
+    tower = Kept(args.work / "tokens", args.block)
+    judged = Looking(dev, tower, Kept(args.work / "tokens-judge", JUDGE))
     sae = SAE.load(place)
-    evidence = gather(sae, looking, keep=16, into=place)
-    names = name_concepts(evidence, looking.texts())
+    evidence = gather(sae, judged, keep=16, into=place)
+    names = name_concepts(evidence, judged.texts())
     save_names(place, names, evidence)
-    shown = concepts(evidence, names, top=14, rank="lift")
-    title = f"Concepts of a Matryoshka SAE with {sae.latents:,} latents, named from captions"
-    save_picture(draw_concepts(evidence, shown, looking.picture, title=title), args.sheet)
+    say(f"{len(names):,} of {sae.latents:,} concepts have names")
+    looking = Looking(open_photos(free_photos(args.work / "free")), tower)
+    seen = gather(sae, looking, keep=6)
+    shown = [one for one in concepts(seen, names) if one.name and 3 <= int(seen.fired_photos[one.latent]) <= 14]
+    title = f"Concepts of a Matryoshka SAE with {sae.latents:,} latents, named from captions of other photos"
+    save_picture(draw_concepts(seen, shown[:12], looking.picture, photos=6, title=title), args.sheet)
+
+
+def free_photos(folder: Path) -> Path:
+    """The bundled photos, and five parts of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted((example_folder() / "photos").glob("*.jpg")):
+        photo = open_image(file)
+        width, height = photo.size
+        cut = min(width, height) * 6 // 10
+        corners = [(0, 0), (width - cut, 0), (0, height - cut), (width - cut, height - cut)]
+        corners.append(((width - cut) // 2, (height - cut) // 2))
+        photo.save(folder / f"{file.stem}.png")
+        for number, (left, top) in enumerate(corners):
+            photo.crop((left, top, left + cut, top + cut)).save(folder / f"{file.stem}-{number}.png")
+    return folder
 
 
 def section(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    heads = ["trained on", "ε", "latents", "rows", "FVU", "L0", "dead", "busiest", "MS mean", "MS median", "judged"]
+    heads = ["trained on", "ε", "latents", "rows", "FVU", "L0", "dead", "busiest", "MS", "above chance", "judged"]
     heads += ["(1,1)", "(2,2)", "(3,3)"]
     lines = [
         [
@@ -169,7 +193,7 @@ def section(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
             f"{row['dead']:.1%}",
             f"{row['top_frequency']:.0%}",
             f"{row['ms']['mean']:.3f}",
-            f"{row['ms']['median']:.3f}",
+            f"{(row['ms']['mean'] - row['ms']['chance']) / (1 - row['ms']['chance']):.1%}",
             f"{row['ms']['judged']:,}",
             *[f"{count:.0f}" for count in row["groups"].values()],
         ]
@@ -181,7 +205,7 @@ def section(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
         f"was trained on); k = 20, {args.steps:,} steps of 2,048 rows for all patches and half as many for the others, "
         f"seed {args.seed}, block {args.block}. FVU: share of the variance of held-out patches left "
         "unexplained. L0: active latents a patch. Dead: silent on all held-out photos. Busiest: share of patches that "
-        f"fire the most frequent latent. MS: monosemanticity, judged by the CLS token of the "
+        f"fire the most frequent latent. MS: mean monosemanticity, judged by the CLS token of the "
         f"tower after block {JUDGE}, {chance:.3f} by chance, over the latents judged. Last columns: mean "
         "groups out of 576 at (k, δ)."
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from pathlib import Path
+from typing import Any, cast
 
 from torino.errors import BadFile, TorinoError
 from torino.files import read_json, read_safetensors
@@ -78,9 +79,9 @@ def _write(folder: Path, shipped: Path) -> None:
     )
     tower = lab_tower(int(sizes["block"])).model
     config = LlavaConfig(
-        vision_config=tower.config,
+        vision_config=cast(Any, tower.config),
         text_config=LlamaConfig(**sizes["language"]),
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_token_index=cast(int, tokenizer.convert_tokens_to_ids("<image>")),
         vision_feature_layer=int(sizes["block"]) + 1,  # hidden state 0 is what enters the first block
         vision_feature_select_strategy="default",
         image_seq_length=GRID[0] * GRID[1],
