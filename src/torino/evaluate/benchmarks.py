@@ -107,8 +107,8 @@ def instruction(benchmark: Benchmark, kind: str, prompts: Prompts, text: str) ->
     """The line below the question, which says in what form to answer; may be empty.
 
     ``vlmevalkit`` is what that kit sends to LLaVA-1.5; ``llava`` what LLaVA-1.5's own scripts send. ``standard`` is the
-    kit's with one repair: the kit asks VizWiz bare, at which models talk at length and score next to nothing, so its
-    questions get LLaVA's line.
+    kit's with one repair: the kit asks VizWiz bare, at which models are reported to talk at length and score next to
+    nothing, so its questions get LLaVA's line.
     """
     if kind in ("mcq", "circular"):
         return LETTER_CHINESE if re.search(r"[\u4e00-\u9fff]", text) else LETTER

@@ -1,8 +1,8 @@
 """What a model meant: answers in the form in which VQA compares them, yes or no, and the option of a multiple choice.
 
-Where VLMEvalKit's rules decide, these decide alike, with exceptions that are meant: the article in "A man is …" is no
-choice of option A, nor is the letter in the text of another option. Where its rules give up and it would ask a language
-model, plain cases are still decided here, such as "not A but B"; what stays unclear is None, and counts as wrong.
+Normal form and yes or no follow VLMEvalKit where it decides. Options are read more closely than it does: the article in
+"A man is …" is no choice of option A, nor is a letter that is denied or that stands in the text of another option, and
+a letter that leads or is announced goes before others. What stays unclear is None, and counts as wrong.
 """
 
 from __future__ import annotations

@@ -1,0 +1,298 @@
+"""Figures: each holds what the result files say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from test_report import app, synthetic
+from typer.testing import CliRunner
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+
+from torino import BadFile, BadParameter, TorinoError, make
+from torino.evaluate.measure import document_of
+from torino.evaluate.results import open_run
+from torino.example import PHOTOS, example_folder, example_sae, example_tokens
+from torino.images import open_image
+from torino.plots import (
+    Example,
+    Shown,
+    accuracy,
+    distribution,
+    latency,
+    paper_points,
+    pareto,
+    points_of,
+    qualitative,
+    read_bench,
+    read_examples,
+    save_figure,
+    svg_text,
+    teaser,
+)
+from torino.plots.pictures import outlines
+from torino.reduction import Reduction
+
+BENCH = [
+    {"label": "All tokens", "spec": "", "module_ms": {"mean": 0.3, "std": 0.01}, "floor_ms": 0.2, "tokens": 576},
+    {"label": "PruneSID", "spec": "prunesid", "module_ms": {"mean": 64.6, "std": 2.0}, "floor_ms": 0.2, "tokens": 217},
+    {"label": "TORINO-M", "spec": "torino-m", "module_ms": {"mean": 26.4, "std": 1.0}, "floor_ms": 0.2, "tokens": 214},
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic(tmp_path_factory.mktemp("plots") / "llava", questions=30, saes=("x4",))
+
+
+@pytest.fixture(scope="module")
+def document(finished: Path) -> dict[str, Any]:
+    return document_of(open_run(finished), draws=100)
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[Example]:
+    sae, made = example_sae(), []
+    for name, tokens in list(zip(PHOTOS, example_tokens(), strict=True))[:2]:
+        shown = [
+            Shown(f"({k}, {k})", make(f"torino-p(k={k}, delta={k})", sae=sae).plan(tokens), f"answer {k}", k > 1)
+            for k in (2, 1)
+        ]
+        made.append(
+            Example(open_image(example_folder() / "photos" / f"{name}.jpg"), "What is this?", shown, "all", True)
+        )
+    return made
+
+
+def boxes(axes: Any) -> list[tuple[float, float]]:
+    """Lower and upper edges of the boxes that are filled with a colour."""
+    found = [one for one in axes.patches if isinstance(one, Rectangle) and to_hex(one.get_facecolor()) != "#ffffff"]
+    return [(one.get_y(), one.get_y() + one.get_height()) for one in found]
+
+
+def texts(figure: Any) -> list[str]:
+    """Everything written beside axes and in legends."""
+    return [
+        word.get_text()
+        for axes in figure.axes
+        for word in [
+            *axes.texts,
+            axes.title,
+            axes._left_title,
+            axes.xaxis.label,
+            axes.yaxis.label,
+            *axes.get_yticklabels(),
+            *(axes.get_legend().get_texts() if axes.get_legend() else []),
+        ]
+    ]
+
+
+def test_boxes_reach_from_the_10th_to_the_90th_percentile(document: dict[str, Any]) -> None:
+    (axes,) = distribution(document).axes
+    rows = [row for tier in document["tiers"] for row in tier["rows"] if row["reference"]]
+    expected = [
+        (row["tokens_by_task"][task]["removed"]["p10"], row["tokens_by_task"][task]["removed"]["p90"])
+        for row in rows
+        for task in ("GQA", "POPE")
+    ]
+    assert len(rows) == 3
+    assert boxes(axes) == [(pytest.approx(low), pytest.approx(high)) for low, high in expected]
+    diamonds = [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "D"]
+    means = [row["tokens_by_task"][task]["removed"]["mean"] for row in rows for task in ("GQA", "POPE")]
+    assert diamonds == pytest.approx(means)
+    whiskers = {tuple(line.get_ydata()) for line in axes.lines if len(line.get_xdata()) == 2}
+    spread = rows[0]["tokens_by_task"]["GQA"]["removed"]
+    assert (spread["min"], spread["max"]) in whiskers
+    fixed = {**document, "tiers": [tier for tier in document["tiers"] if not tier["dynamic"]]}
+    with pytest.raises(BadParameter, match="no dynamic setting"):
+        distribution(fixed)
+
+
+def test_points_are_the_documents(document: dict[str, Any]) -> None:
+    points = points_of([document])
+    one = next(point for point in points if (point.tier, point.label) == ("2,2", "TORINO-M"))
+    row = next(row for row in document["tiers"][1]["rows"] if row["label"] == "TORINO-M")
+    assert (one.tokens, one.relative, one.low) == (row["tokens"], row["relative"]["value"], row["relative"]["low"])
+    assert (one.sae, one.size, one.fixed) == ("x4", 4096, False)
+    twice = points_of([document, {**document, "name": "other"}])
+    assert {point.sae for point in twice if point.method == "torino-m"} == {"llava: x4", "other: x4"}
+
+
+def test_the_papers_points_are_printed_ones() -> None:
+    points = paper_points()
+    assert all(one.printed for one in points)
+    best = max((one for one in points if not one.fixed), key=lambda one: one.relative)
+    assert (best.sae, best.tier) == ("ε = 4", "3,3")
+    last = next(one for one in points if (one.label, one.sae, one.tier) == ("TORINO-P", "ε = 16", "1,1"))
+    assert last.relative == pytest.approx(72.7, abs=0.05)  # the collapse that the paper's text speaks of
+    sizes = {one.size for one in points}
+    assert sizes == {1, 2, 4, 8, 16, 64}
+    assert "figures printed in the paper" in texts(pareto(points))
+
+
+def test_pareto_has_a_curve_for_each_sae_and_variant(document: dict[str, Any]) -> None:
+    (axes,) = pareto(points_of([document])).axes
+    curves = [line for line in axes.lines if len(line.get_xdata()) == 3]
+    dynamic = [one for one in points_of([document]) if not one.fixed and one.method == "torino-p"]
+    assert sorted(dynamic, key=lambda one: one.tokens)[0].relative in [line.get_ydata()[0] for line in curves]
+    assert {"TORINO-P", "TORINO-M", "(1, 1)", "(3, 3)"} <= set(texts(axes.figure))
+    (axes,) = pareto(paper_points()).axes
+    curves = [line for line in axes.lines if len(line.get_xdata()) == 3]
+    assert len(curves) == 12
+    with pytest.raises(BadParameter, match="no dynamic TORINO"):
+        pareto([one for one in paper_points() if one.fixed])
+
+
+def test_the_frontier_has_no_point_above_and_left_of_it() -> None:
+    points = [one for one in paper_points() if one.method.startswith("torino-") and not one.fixed]
+    (axes,) = pareto(points).axes
+    frontier = axes.lines[0]
+    for x, y in zip(frontier.get_xdata(), frontier.get_ydata(), strict=True):
+        assert not [one for one in points if one.tokens <= x and one.relative > y]
+
+
+def test_accuracy_has_a_line_and_a_band_for_each_method(document: dict[str, Any]) -> None:
+    (axes,) = accuracy(points_of([document])).axes
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert len(labels) == 7
+    assert labels[:2] == ["TORINO-M", "TORINO-P"] or labels[:2] == ["TORINO-P", "TORINO-M"]
+    assert r"TORINO$_\mathrm{FB}$-M" in labels
+    assert len(axes.collections) == 7
+    random = next(line for line in axes.lines if line.get_label() == "Random")
+    rows = [row for tier in document["tiers"] for row in tier["rows"] if row["method"] == "random"]
+    assert sorted(random.get_ydata()) == pytest.approx(sorted(row["relative"]["value"] for row in rows))
+    with pytest.raises(BadParameter, match="no relative score"):
+        accuracy([])
+
+
+def test_an_unfinished_run_is_called_so(tmp_path: Path) -> None:
+    told = document_of(open_run(synthetic(tmp_path / "half", questions=12, upto=0.5)), draws=100)
+    assert any("preliminary" in text for text in texts(accuracy(points_of([told]))))
+
+
+def test_latency_bars_are_as_long_as_the_means(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps({"format": "torino-bench/1", "rows": BENCH}))
+    figure = latency(read_bench(file))
+    (axes,) = figure.axes  # no other column was measured
+    assert [bar.get_width() for bar in axes.patches[:3]] == [0.3, 64.6, 26.4]
+    assert {"64.6", "26.4", "Module alone (ms)", "TORINO-M  (214)"} <= set(texts(figure))
+    full = [{**row, "first_token_ms": 100.0, "answer_ms": {"mean": 400.0, "std": 5.0}, "peak_mb": 1e4} for row in BENCH]
+    assert len(latency(full).axes) == 4
+    with pytest.raises(BadParameter, match="no latency"):
+        latency([{"label": "x"}])
+    file.write_text(json.dumps({"format": "torino-bench/2", "rows": BENCH}))
+    with pytest.raises(BadFile, match="torino-bench/1"):
+        read_bench(file)
+
+
+def test_outlines_go_round_groups_and_not_round_single_patches() -> None:
+    grid = torch.tensor([0, 0, 1, 2, 2, -1])  # two rows of three: 0 0 1 / 2 2 -
+    lines = outlines(_plan(grid, (2, 3)))
+    across = {((0, 1), (1, 1)), ((1, 1), (2, 1))}
+    along = {((2, 0), (2, 1)), ((2, 1), (2, 2))}
+    assert {(line[0], line[1]) for line in lines} == across | along
+
+
+def _plan(assigned: torch.Tensor, grid: tuple[int, int]) -> Reduction:
+    tokens = int(assigned.max()) + 1
+    anchor = torch.tensor([int((assigned == one).nonzero()[0, 0]) for one in range(tokens)])
+    return Reduction(
+        sources=anchor,
+        weights=torch.ones(tokens),
+        offsets=torch.arange(tokens + 1),
+        anchor=anchor,
+        concept=torch.full((tokens,), -1),
+        role=("kept",) * tokens,
+        grid=grid,
+        by="test",
+        assigned=assigned,
+        score=torch.zeros(tokens),
+    )
+
+
+def test_the_grid_shows_each_photo_with_its_answers(examples: list[Example]) -> None:
+    figure = qualitative(examples)
+    assert len(figure.axes) == 6
+    said = texts(figure)
+    assert said.count("✓ answer 2") == 2
+    assert said.count("✗ answer 1") == 2
+    assert f"{len(examples[0].shown[0].reduction)} tokens" in said
+    assert {"All tokens", "(2, 2)", "(1, 1)"} <= set(said)
+    with pytest.raises(BadParameter, match="at least one"):
+        qualitative([])
+    odd = Example(examples[0].photo, "?", examples[0].shown[:1])
+    with pytest.raises(BadParameter, match="same methods"):
+        qualitative([examples[0], odd])
+
+
+def test_the_teaser_tells_the_counts(examples: list[Example]) -> None:
+    figure = teaser(examples[0])
+    kept = len(examples[0].shown[0].reduction)
+    said = texts(figure)
+    assert "576 visual tokens" in said
+    assert f"{kept} visual tokens  (↓{100 * (1 - kept / 576):.0f} %)" in said
+    with pytest.raises(BadParameter, match="none is given"):
+        teaser(Example(examples[0].photo, "?", []))
+
+
+def test_figures_are_written_and_go_into_pages(document: dict[str, Any], tmp_path: Path) -> None:
+    figure = accuracy(points_of([document]))
+    files = save_figure(figure, tmp_path, "accuracy", ("png", "pdf", "svg"))
+    assert [file.read_bytes()[:5] for file in files] == [b"\x89PNG\r", b"%PDF-", b"<?xml"]
+    assert Image.open(files[0]).width > 1000
+    svg = svg_text(accuracy(points_of([document])))
+    assert "currentColor" in svg
+    assert "#1d2126" not in svg
+    assert svg == svg_text(accuracy(points_of([document])))
+    with pytest.raises(BadParameter, match="png, pdf, svg"):
+        save_figure(figure, tmp_path, "x", ("gif",))
+
+
+def test_without_matplotlib_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch, document: dict[str, Any]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(TorinoError, match=r"torino\[plot\]"):
+        accuracy(points_of([document]))
+
+
+def test_the_command_draws_what_can_be_drawn(
+    finished: Path, document: dict[str, Any], examples: list[Example], tmp_path: Path
+) -> None:
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps({"format": "torino-bench/1", "rows": BENCH}))
+    examples[0].photo.save(tmp_path / "photo.png")
+    examples[0].shown[0].reduction.save(tmp_path / "plan.npz")
+    shown = [{"heading": "(2, 2)", "reduction": "plan.npz", "answer": "a cup", "right": True}]
+    cells = tmp_path / "cells.json"
+    told = {"format": "torino-cells/1", "examples": [{"photo": "photo.png", "question": "What?", "shown": shown}]}
+    cells.write_text(json.dumps(told))
+    assert read_examples(cells)[0].shown[0].answer == "a cup"
+    sources = [str(finished), str(bench), str(cells)]
+    out = tmp_path / "figures"
+    done = CliRunner().invoke(app(), ["plot", *sources, "-o", str(out), "--format", "svg"])
+    assert done.exit_code == 0, done.output
+    names = ["accuracy", "distribution", "latency", "pareto", "qualitative", "teaser"]
+    assert sorted(path.stem for path in out.iterdir()) == names
+    only = CliRunner().invoke(app(), ["plot", str(bench), "-o", str(tmp_path / "one"), "--format", "svg"])
+    assert only.exit_code == 0, only.output
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["latency.svg"]
+    for words, said in (
+        ([str(bench), "--kind", "pareto"], "no dynamic TORINO"),
+        ([str(bench), "--kind", "cake"], "--kind must be of"),
+        ([str(tmp_path / "nothing")], "no run folder and no file"),
+    ):
+        failed = CliRunner().invoke(app(), ["plot", *words, "-o", str(tmp_path)])
+        assert said in str(failed.exception)
+    del told["examples"][0]["question"]  # type: ignore[attr-defined]
+    cells.write_text(json.dumps(told))
+    with pytest.raises(BadFile, match="lacks 'question'"):
+        read_examples(cells)
