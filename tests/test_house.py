@@ -28,9 +28,9 @@ CORE = [
     "story",
 ]
 REDUCING = ["reduction", "stages", "reducers", "calibration", "example", "testing", "terminal", "images", "draw"]
-MODELS = ["photos", "vlm", "lab", "train", "judge", "ask", "evaluate"]
-COMMANDS = ["options", "cli_ask", "cli_harvest", "cli_train", "cli_concepts", "cli_eval", "cli", "__main__"]
-ROOMS = [*CORE, *REDUCING, *MODELS, *COMMANDS]
+MODELS = ["photos", "vlm", "lab", "train", "judge", "ask", "evaluate", "plots", "bench", "guests"]
+COMMANDS = ["options", "cli_ask", "cli_harvest", "cli_train", "cli_concepts", "cli_eval", "cli_report", "cli_bench"]
+ROOMS = [*CORE, *REDUCING, *MODELS, *COMMANDS, "cli", "__main__"]
 # Deferred imports that look to the right on purpose: SAE.load and SAE.save open the room that knows layouts.
 ALLOWED = {("sae", "formats")}
 

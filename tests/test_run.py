@@ -113,6 +113,16 @@ def test_settings_of_the_protocol() -> None:
         assert made.name == one.method
 
 
+def test_each_sae_has_tiers_of_its_own() -> None:
+    dynamic = dynamic_settings(METHODS, ["a", "b"], [(2, 2)])
+    assert [one.tier for one in dynamic if one.reference] == ["2,2 [a]", "2,2 [b]"]
+    references = {one.tier: one for one in dynamic if one.reference}
+    matched = matched_settings(METHODS, {"2,2 [a]": 7, "2,2 [b]": 9}, references, ["a", "b"], seeds=1)
+    assert [(one.sae, one.budget) for one in matched if one.method == "torino-m"] == [("a", 7), ("b", 9)]
+    ids = [one.id for one in [*dynamic, *matched]]
+    assert len(set(ids)) == len(ids)
+
+
 def test_a_dynamic_tier_needs_torino() -> None:
     with pytest.raises(BadParameter, match="neither torino-p nor torino-m"):
         Plan(["random"]).first(["s"])

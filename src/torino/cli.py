@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from torino import cli_ask, cli_concepts, cli_eval, cli_harvest, cli_train
+from torino import cli_ask, cli_bench, cli_concepts, cli_eval, cli_harvest, cli_report, cli_train
 from torino.errors import BadParameter, TorinoError, UnmetBudget
 from torino.options import build_reducer, open_sae, share_of
 
@@ -270,6 +270,9 @@ app.command(epilog=cli_train.TRAIN_EPILOG)(cli_train.train)
 app.command(epilog=cli_train.SWEEP_EPILOG)(cli_train.sweep)
 app.command(epilog=cli_concepts.EPILOG)(cli_concepts.concepts)
 app.command("eval", epilog=cli_eval.EPILOG)(cli_eval.evaluate)
+app.command(epilog=cli_report.REPORT_EPILOG)(cli_report.report)
+app.command(epilog=cli_report.PLOT_EPILOG)(cli_report.plot)
+app.command(epilog=cli_bench.EPILOG)(cli_bench.bench)
 
 
 def _default_sae(method: str, bundled: bool) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -113,9 +113,12 @@ def default_methods() -> list[str]:
 
 
 def dynamic_settings(
-    methods: Sequence[str], saes: Iterable[str], pairs: Sequence[tuple[int, int]] = PAIRS
+    methods: Sequence[str], saes: Sequence[str], pairs: Sequence[tuple[int, int]] = PAIRS
 ) -> list[Setting]:
-    """TORINO at the lengths that images decide; the first of P and M gives its tier the budget."""
+    """TORINO at the lengths that images decide; the first of P and M gives its tier the budget.
+
+    With several SAEs each has tiers of its own, because each leaves lengths of its own.
+    """
     found: list[Setting] = []
     for label in saes:
         for k, delta in pairs:
@@ -128,7 +131,7 @@ def dynamic_settings(
                     method=method,
                     label=LABELS[method],
                     spec=f"{method}(k={k}, delta={delta})",
-                    tier=_tier(f"{k},{delta}", label),
+                    tier=f"{k},{delta}" if len(saes) == 1 else f"{k},{delta} [{label}]",
                     sae=label,
                     dynamic=True,
                     reference=first,
@@ -228,7 +231,3 @@ def _budgeted(
 
 def _id(name: str, sae: str | None) -> str:
     return name if sae is None else f"{name}[{sae}]"
-
-
-def _tier(pair: str, sae: str) -> str:
-    return pair if sae != NO_SAE else f"{pair} no SAE"
