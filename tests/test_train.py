@@ -54,7 +54,11 @@ def test_a_planted_dictionary_is_recovered(kind: str, tmp_path: Path) -> None:
     assert "seed 0" in sae.card.notes
 
 
-@pytest.mark.parametrize("changes", [{"centre": True}, {"scale": False, "lr": 0.05}, {"bias": "zero"}, {"k_start": 12}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"centre": True}, {"scale": False, "lr": 0.05}, {"bias": "zero"}, {"k_start": 12}, {"precision": "bfloat16"}],
+    ids=lambda changes: next(iter(changes)),
+)
 def test_variants_recover_it_too(changes: dict[str, Any], tmp_path: Path) -> None:
     sae = trained("batchtopk", tmp_path, **changes)
     assert plant.recovered(CONCEPTS, sae.W_dec) >= 0.9  # type: ignore[arg-type]
@@ -176,21 +180,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_by_bit(kind: str, tmp_pat
     assert not list((tmp_path / "part" / "training").glob("step*"))
 
 
-def test_a_run_survives_kill_9_at_random_steps(tmp_path: Path) -> None:
-    command = [sys.executable, plant.__file__, str(tmp_path / "killed")]
-    log, moments = tmp_path / "killed" / "training" / "log.jsonl", random.Random(7)
-    for wanted in (moments.randrange(5, 25), moments.randrange(30, 50)):
-        with subprocess.Popen([*command, "0.02"], stderr=subprocess.PIPE) as process:
-            deadline = time.monotonic() + 60
-            while not (log.exists() and any(line["step"] >= wanted for line in lines_of_half(log))):
-                assert process.poll() is None, process.stderr.read().decode()  # type: ignore[union-attr]
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            time.sleep(moments.random() * 0.2)
-            process.send_signal(signal.SIGKILL)
-        assert not (tmp_path / "killed" / "sae.safetensors").exists()
+def test_a_run_survives_kill_9_at_a_random_step(tmp_path: Path) -> None:
+    moments, command = random.Random(7), [sys.executable, plant.__file__, str(tmp_path / "killed")]
+    log, wanted = tmp_path / "killed" / "training" / "log.jsonl", moments.randrange(5, 45)
+    with subprocess.Popen([*command, "0.02"], stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 200
+        while not (log.exists() and any(line["step"] >= wanted for line in lines_of_half(log))):
+            assert process.poll() is None, process.stderr.read().decode()  # type: ignore[union-attr]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(moments.random() * 0.2)
+        process.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "killed" / "sae.safetensors").exists()
     (tmp_path / "killed" / "training" / ".step-00000999.half.safetensors").write_bytes(b"half a file")
-    subprocess.run([*command, "0"], check=True, timeout=60)
+    plant.run(str(tmp_path / "killed"))
     plant.run(str(tmp_path / "whole"))
     same_run(tmp_path / "whole", tmp_path / "killed")
     assert not list((tmp_path / "killed" / "training").glob(".step*"))
@@ -347,9 +350,12 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "training" / "step-00000042.safetensors").exists()
 
 
-def test_unknown_logs_are_refused(tmp_path: Path) -> None:
+def test_logs_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadParameter, match="tensorboard or wandb"):
         train(PLANTED, plant.recipe(), tmp_path, logs=["mlflow"])
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(BadParameter, match="pip install wandb"):
+        train(PLANTED, plant.recipe(), tmp_path, logs=["wandb"])
 
 
 def test_the_defaults_follow_the_width() -> None:
@@ -369,14 +375,18 @@ def test_the_defaults_follow_the_width() -> None:
 
 def test_two_processes_equal_one_on_the_same_batches(tmp_path: Path) -> None:
     """The batch is cut in two, BatchTopK is over both halves, and weights agree to 1e-4."""
-    kinds = ["matryoshka", "topk", "relu"]
+    kinds = ["matryoshka", "relu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, plant.__file__, str(tmp_path / "two"), "0", ",".join(kinds)]
     ranks = [
         subprocess.Popen(command, env={**environment, "WORLD_SIZE": "2", "RANK": str(rank)}, stderr=subprocess.PIPE)
         for rank in range(2)
     ]
-    told = [process.communicate(timeout=90)[1].decode() for process in ranks]
+    try:
+        told = [process.communicate(timeout=300)[1].decode() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
     assert [process.returncode for process in ranks] == [0, 0], told
     for kind in kinds:
         plant.run(str(tmp_path / "one" / kind), kind=kind)

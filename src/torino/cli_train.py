@@ -71,7 +71,9 @@ PrecisionOption = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, …")]
 LogTo = Annotated[
-    list[str] | None, typer.Option("--log", help="tensorboard or wandb, beside training/log.jsonl; may be repeated.")
+    list[str] | None,
+    # torchrun takes --log for an option of its own, cut short
+    typer.Option("--log", "--log-to", help="tensorboard or wandb, beside training/log.jsonl; may be repeated."),
 ]
 LogEvery = Annotated[int, typer.Option(min=1, help="Steps between reports.")]
 SaveEvery = Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")]
