@@ -350,6 +350,15 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "training" / "step-00000042.safetensors").exists()
 
 
+def test_a_gradient_that_is_no_number_stops_the_run_before_it_reaches_the_weights() -> None:
+    trainer = Trainer(PLANTED, plant.recipe())
+    trainer.weights.W_dec *= 1e25  # the loss still fits into float64, the gradient not into float32
+    before = trainer.weights.W_enc.clone()
+    with pytest.raises(TorinoError, match="at step 0"):
+        trainer.take(PLANTED.batch(0, 256))
+    assert torch.equal(trainer.weights.W_enc, before)
+
+
 def test_logs_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadParameter, match="tensorboard or wandb"):
         train(PLANTED, plant.recipe(), tmp_path, logs=["mlflow"])

@@ -160,27 +160,29 @@ def _similar(patches: Tensor, k: int) -> Tensor:
         return torch.ones(n, n, dtype=torch.bool, device=patches.device)
     narrow = _unit_length(patches)
     rough = products(narrow).fill_diagonal_(-torch.inf)
-    last = rough.topk(k, dim=1).values[:, -1:]
+    most, nearest = rough.topk(k + 1, dim=1)
     slack = 2 * ((width + 16) * 2.0**-24 + input_rounding(narrow))
-    joined = rough >= last - slack
-    open_ = (joined.view(torch.uint8).sum(1, dtype=torch.int32) > k).nonzero()[:, 0]
+    joined = torch.zeros(n, n, dtype=torch.bool, device=patches.device).scatter_(1, nearest[:, :k], True)
+    open_ = (most[:, k] >= most[:, k - 1] - slack).nonzero()[:, 0]
     if len(open_) == 0:
         return joined
-    above = rough[open_] > last[open_] + slack
-    row, column = (joined[open_] & ~above).nonzero(as_tuple=True)
+    rough, last = rough[open_], most[open_, k - 1, None]
+    above = rough > last + slack
+    row, column = ((rough >= last - slack) & ~above).nonzero(as_tuple=True)
     if len(row) > 2 * n:
         unit = directions(patches)
         exact = (unit @ unit.T).float().fill_diagonal_(-torch.inf)
         return exact >= exact.topk(k, dim=1).values[:, -1:]
+    here, there = directions(patches[torch.cat([open_[row], column])]).chunk(2)
     exact = above * 4.0 - 2.0  # beyond any cosine, either way
-    exact[row, column] = (directions(patches[open_[row]]) * directions(patches[column])).sum(1).float()
+    exact[row, column] = here.mul_(there).sum(1).float()
     joined[open_] = exact >= exact.topk(k, dim=1).values[:, -1:]
     return joined
 
 
 def _unit_length(patches: Tensor) -> Tensor:
     """Patches of unit length in float32, each number within three roundings; those of no length stay zero."""
-    size = torch.linalg.vector_norm(patches.detach(), dim=1, keepdim=True, dtype=torch.float64)
+    size = patches.detach().double().norm(dim=1, keepdim=True)
     if bool(((size > 2.0**-60) & (size < 2.0**60) | (size == 0)).all()):
         return patches.detach().float() / size.clamp(min=2.0**-60).float()
     return directions(patches).float()  # where float32 could lose digits

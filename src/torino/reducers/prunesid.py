@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -35,7 +36,7 @@ ROUNDS = 2  # power iterations of the randomised decomposition, as in the releas
 
 SPARE = 32  # directions followed beside those wanted
 MANY = 5  # how many times more there must be than are followed, to be faster than all of them at once
-SETTLED = 1e-14  # how far from an eigenvector a direction may be, to the largest eigenvalue: eigh has as much
+SETTLED = 1e-13  # of the largest eigenvalue: how far from an eigenvector a direction may be
 TURNS, DEGREE = 5, 10  # at most
 GROWTH = 40  # strongest over weakest wanted, as a log: beyond this, rounding errors of the strong drown the weak
 
@@ -190,7 +191,7 @@ class PruneSID(Reducer):
         """|V|, the weight of each patch in each principal direction, (N, K); those without variance are left out."""
         exact = self.decomposition == "exact"
         z = patches.detach().float().to(torch.float64 if exact else torch.float32).sigmoid()
-        size = float(z.norm())
+        size = float(z.flatten().dot(z.flatten())) ** 0.5
         z.sub_(z.mean(1 if self.fidelity == "released" else 0, keepdim=True))
         groups = min(groups, *z.shape)
         if exact:
@@ -240,21 +241,19 @@ def _filtered(gram: Tensor, count: int, width: int) -> tuple[Tensor, Tensor] | N
     """
     start = torch.randn(len(gram), width, generator=torch.Generator().manual_seed(0)).to(gram)
     value, vector, image = _within(gram, gram @ (gram @ start))
-    for _ in range(TURNS):
+    for turn in range(TURNS):
         first, last, cut = float(value[0]), float(value[count - 1]), float(value[-1])
         error = float((image - vector * value)[:, :count].norm(dim=0).max())
         if error <= SETTLED * first:
             return value[:count], vector[:, :count]
-        if cut <= 1e-13 * first or last < 1.5 * cut:
-            return None
+        if cut <= 1e-13 * first or last < 1.5 * cut or turn == TURNS - 1:
+            break
         far, near = math.acosh(2 * first / cut - 1), math.acosh(2 * last / cut - 1)  # growth with each degree, as logs
-        enough = math.ceil((math.log(error / (SETTLED * first)) + 2) / near)
+        enough = math.ceil((math.log(error / (SETTLED * first)) + 1) / near)
         degree = min(enough, int(GROWTH / max(far - near, GROWTH / DEGREE)))
-        shifted = (4 / cut) * gram
-        shifted.diagonal().sub_(2)
         before, now = vector, (2 / cut) * image - vector
         for _ in range(degree - 1):
-            before, now = now, torch.addmm(before, shifted, now, beta=-1)
+            before, now = now, before.add_(now, alpha=2).addmm_(gram, now, beta=-1, alpha=4 / cut)
         value, vector, image = _within(gram, now / now.norm(dim=0))
     return None
 
@@ -292,17 +291,23 @@ def suppress(unit: Tensor, tau: float, order: Ints, group: Ints) -> NDArray[np.b
     """
     if tau >= 1:  # no cosine is above 1
         return np.ones(len(order), np.bool_)
-    ranked = unit[torch.from_numpy(order).to(unit.device)]
-    label = torch.from_numpy(group[order]).to(unit.device)
-    rivals = products(ranked) > tau
-    rivals = (rivals & (label[:, None] == label)).triu(1).float()  # the row is better than the column, and too like it
+    sorted_ = np.argsort(group[order], kind="stable")
+    ranked = unit[torch.from_numpy(order[sorted_]).to(unit.device)]
+    rivals = unit.new_zeros(len(order), len(order))
+    ends = np.bincount(group).cumsum().tolist()
+    for first, end in pairwise([0, *ends]):
+        mine = ranked[first:end]
+        rivals[first:end, first:end] = mine @ mine.T > tau
+    rivals.triu_(1)  # the row is better than the column, and too like it
     open_ = torch.ones(len(order), dtype=torch.bool, device=unit.device)
     survives = ~open_
     while bool(open_.any()):
         free = open_ & (open_.float() @ rivals == 0)
         survives |= free
         open_ &= ~free & (free.float() @ rivals == 0)
-    return survives.cpu().numpy()
+    kept = np.empty(len(order), np.bool_)
+    kept[sorted_] = survives.cpu().numpy()
+    return kept
 
 
 def threshold(budget: int, rho: float) -> float:

@@ -91,8 +91,8 @@ class Scope(Reducer):
                 lost = similar.take(some, 0)  # of what each patch could add there, the part from before to after
                 np.maximum(lost, before[:, None], out=lost)
                 np.minimum(lost, after[:, None], out=lost)
-                gain -= lost.sum(0, dtype=np.int32)
-                gain += before.sum()
+                gain -= np.add.reduce(lost, 0, np.int32)
+                gain += np.add.reduce(before)
             np.maximum(covered, row, out=covered)
             covers[rose] = step
             gain[pick], saliency[pick] = -1, 1.0  # below every patch that is left, as these have at least 0

@@ -102,19 +102,19 @@ class VisPruner(Reducer):
 
 
 def _without_duplicates(similar: NDArray[np.float64], wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Drop duplicates until ``wanted`` are left, at least one; say what is left, and what stands for each.
-
-    Rounded to float32, cosines keep their order but for ties, and half as much is read.
-    """
-    rounded = similar.astype(np.float32)
+    """Drop duplicates until ``wanted`` are left, at least one; say what is left, and what stands for each."""
+    rounded = similar.astype(np.float32)  # half as much to read
     left, stands = np.arange(len(similar)), np.arange(len(similar))
     while len(left) > wanted:
         even, odd = left[::2], left[1::2]
         nearest = rounded[odd].max(0)[even]  # rows of the odds in one piece, as similar is symmetric
         order = np.argsort(-nearest, kind="stable")
-        falling = nearest[order]
-        if (falling[1:] == falling[:-1]).any():
-            order = np.argsort(-similar[odd].max(0)[even], kind="stable")
+        same = np.diff(nearest[order]) == 0
+        if same.any():  # rounding keeps the order of all but these
+            tied = order[np.append(same, False) | np.append(False, same)]
+            exact = nearest.astype(np.float64)
+            exact[tied] = similar[even[tied]][:, odd].max(1)
+            order = np.argsort(-exact, kind="stable")
         ranked, drop = even[order], min(AT_ONCE, len(left) - wanted)
         gone = ranked[:drop]
         stands[gone] = odd[similar.take(gone, 0).take(odd, 1).argmax(1)]

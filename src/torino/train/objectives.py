@@ -171,12 +171,13 @@ class Objective:
         enough, the largest of them are the largest of all. If not, the bar was too high.
         """
         bar = self.hint if self.hint > 0 else self._guess(v, 1.5 * wanted / len(v) / self.world.size)
+        lower = 0.8
         while True:
             places, values = self._above(v, bar)
             everyone = self.world.gathered(values)
             if len(everyone) >= wanted or bar == 0:
                 break
-            bar = bar / 2 if bar > 1e-6 else 0.0
+            bar, lower = (bar * lower, lower * lower) if bar > 1e-6 else (0.0, lower)
         if len(everyone) > wanted:
             edge = everyone.kthvalue(len(everyone) - wanted + 1).values
             kept = values >= edge

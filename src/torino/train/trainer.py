@@ -113,6 +113,8 @@ class Trainer:
         """Shorten the gradient to the norm that the recipe allows."""
         gradients = list(self.objective.gradients.named().values())
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in gradients]))
+        if not math.isfinite(float(norm)):
+            raise TorinoError(f"The gradient is {float(norm)} at step {self.step}.")
         excess = float(norm) / self.recipe.clip
         if excess > 1:
             for value in gradients:
