@@ -108,7 +108,8 @@ def cosines(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     if x.dtype == torch.float64 or dtype != torch.float64:  # no square overflows; those of float32 do not in float64
         largest = torch.maximum(wide.amax(1, keepdim=True), -wide.amin(1, keepdim=True))
         wide = wide / largest.clamp_(min=torch.finfo(dtype).tiny)
-    gram = products(wide)
+    # quarters of a float32 product may round otherwise than the whole, which would move picks
+    gram = products(wide) if dtype == torch.float64 else wide @ wide.T
     square = gram.diagonal()
     square = square.where(square > 0, 1)
     return gram.div_(torch.outer(square, square).sqrt_()).clamp_(-1, 1)

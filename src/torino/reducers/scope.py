@@ -77,7 +77,7 @@ class Scope(Reducer):
         saliency = attention.detach().double().sum(0).cpu().numpy() ** self.alpha
         whole = cosines(tokens.patches).clamp_(0, 1).mul_(UNIT).round_().int().cpu()
         similar, gain = whole.numpy(), whole.sum(1).double().numpy()  # far below 2**53: exact
-        covered, covers = np.zeros(n, np.int32), np.full(n, -1)
+        covered = np.zeros(n, np.int32)
         kept, score = np.empty(self.budget, np.int64), np.empty(self.budget)
         for step in range(self.budget):
             worth = gain * saliency
@@ -94,8 +94,8 @@ class Scope(Reducer):
                 gain -= np.add.reduce(lost, 0, np.int32)
                 gain += np.add.reduce(before)
             np.maximum(covered, row, out=covered)
-            covers[rose] = step
             gain[pick], saliency[pick] = -1, 1.0  # below every patch that is left, as these have at least 0
+        covers = np.where(covered > 0, similar[kept].argmax(0), -1)  # the first that covers it best
         covers[kept] = np.arange(self.budget)  # a kept patch stands for itself
         if self.order == "raster":
             order = np.argsort(kept)
