@@ -221,6 +221,24 @@ def measure_steps(setting: Setting, budgets: list[int], rounds: int) -> list[lis
     return rows
 
 
+def verdicts(times: list[list[str]], steps: list[list[str]], budget: int) -> list[list[str]]:
+    """What was wanted of the methods at the largest budget, and what came out; the slowest of each kind speaks."""
+    ours = [cells for cells in times[2:] if not cells[0].startswith(("torino", "scts", "prunesid"))]
+    slowest = max(ours, key=lambda cells: float(cells[3]))
+    multiple = float(slowest[3])
+    said = f"without SAE or decomposition, at {budget}: at most 4 × the product; the slowest is {slowest[0]}"
+    rows = [[said, f"{multiple:.2f} ×", _met(multiple <= 4)]]
+    for name in ("prumerge", "prunesid", "divprune"):
+        some = [cells for cells in steps if cells[0].startswith(f"`{name}") and "randomised" not in cells[0]]
+        for at, met in ((cells[1], float(cells[4].split()[0])) for cells in some):
+            rows.append([f"{name} at {at}: at least 5 × its rule step by step", f"{met:.1f} ×", _met(met >= 5)])
+    return rows
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "**not met**"
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
@@ -232,15 +250,19 @@ def main() -> None:
     setting = Setting.of(side, d, latents, batch, given.seed)
     n = side * side
     parts = [f"Measured by `benchmarks/methods.py`, seed {given.seed}, median of {rounds} rounds in turn. {machine()}."]
+    measured: list[list[list[str]]] = []
     for budget in budgets:
         head = ["", "ms, alone", f"ms an image, batch of {batch}", "× product, alone", "× product, batch", "reads"]
         parts += [f"**{n} tokens × {d} wide to {budget}; the product is {n} × {n} × {d}**"]
-        parts += [table(head, measure(setting, budget, rounds))]
+        measured += [measure(setting, budget, rounds)]
+        parts += [table(head, measured[-1])]
         print(parts[-2], parts[-1], sep="\n\n", flush=True)
     parts += ["**Against the published rule, step by step in tensors, milliseconds**"]
     head = ["", "tokens", "ours", "by steps", "ours is faster by", "same tokens"]
-    parts += [table(head, measure_steps(setting, budgets, rounds))]
-    print(parts[-2], parts[-1], sep="\n\n", flush=True)
+    by_steps = measure_steps(setting, budgets, rounds)
+    parts += [table(head, by_steps)]
+    parts.insert(1, table(["Wanted", "Got", ""], verdicts(measured[0], by_steps, budgets[0])))
+    print(parts[-2], parts[-1], parts[1], sep="\n\n", flush=True)
     if given.write:
         write_section(given.write, "methods", "\n\n".join(parts))
 

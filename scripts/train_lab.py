@@ -54,7 +54,10 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def features(args: argparse.Namespace) -> None:
-    """Tokens of every picture at the tap block, (100, 576, 384) float16 a shard, and its questions beside it."""
+    """Tokens of every picture at the tap block, (100, 576, 384) float16 a shard, and its questions beside it.
+
+    CLS tokens, which only an SAE is trained on, are kept in a folder of their own.
+    """
     corpus = Corpus(read_photos([args.photos]), seed=args.seed, length=args.length)
     tower = lab_tower(args.block)
     begun, did = time.monotonic(), 0
@@ -64,17 +67,20 @@ def features(args: argparse.Namespace) -> None:
         if file.exists() and file.with_suffix(".json").exists():
             continue
         tokens = np.empty((len(numbers), PATCHES, WIDTH), dtype=np.float16)
+        cls = np.empty((len(numbers), WIDTH), dtype=np.float16)
         told: list[object] = []
         with ThreadPoolExecutor(1) as ahead:
             coming = [ahead.submit(corpus.__getitem__, number) for number in numbers]
             for first in range(0, len(numbers), 4):
                 examples = [later.result() for later in coming[first : first + 4]]
                 for place, seen in enumerate(tower.look([example.image for example in examples]), first):
-                    tokens[place] = seen.patches.half().numpy()
+                    assert seen.cls is not None
+                    tokens[place], cls[place] = seen.patches.half().numpy(), seen.cls.half().numpy()
                 told += [
                     {"name": example.name, "questions": [asdict(question) for question in example.questions]}
                     for example in examples
                 ]
+        write_whole(args.work / "cls" / file.name, lambda target, cls=cls: _save_array(target, cls))
         write_whole(file, lambda target, tokens=tokens: _save_array(target, tokens))
         write_json(file.with_suffix(".json"), {"pictures": told})
         did += len(numbers)

@@ -7,6 +7,7 @@ import csv
 import io
 import re
 from collections import Counter
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from PIL import Image
 
 from torino.errors import BadParameter, UnknownName
+from torino.evaluate.benchmarks import LAB_BENCHMARKS, benchmark_of
 from torino.evaluate.tasks import open_task
 from torino.lab import pictures
 from torino.lab.benchmarks import BENCHMARKS, Recipe
@@ -427,3 +429,20 @@ def test_wrong_names_and_empty_sources_are_refused(recipe: Recipe) -> None:
 def test_a_question_knows_its_stem() -> None:
     one = Question("choice", "A hint.\nWhich?\nA. x\nB. y", "B", options=("x", "y"), hint="A hint.")
     assert one.stem == "Which?"
+
+
+def test_the_lab_benchmarks_go_as_they_are_and_by_key_words(tmp_path: Path) -> None:
+    assert list(LAB_BENCHMARKS) == list(BENCHMARKS)
+    assert all(benchmark_of(name).bare for name in BENCHMARKS)
+    file = io.BytesIO()
+    Image.new("RGB", (20, 20)).save(file, "PNG")
+    pixel = base64.b64encode(file.getvalue()).decode()
+    rows = ["index\timage\tquestion\tanswer\tcategory", f"0\t{pixel}\tDescribe the photo.\tdog<OR>puppy<AND>snow\trec"]
+    path = tmp_path / "Lab-MMVet.tsv"
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    task = open_task(path)
+    assert (task.name, task.kind) == ("Lab-MMVet", "judge")
+    assert task.prompt(task[0]) == "Describe the photo."
+    score = task.score([{"index": "0", "prediction": "a puppy on grass"}])
+    assert score.value == 50
+    assert score.note == "judged by key words"

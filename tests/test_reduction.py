@@ -733,3 +733,11 @@ def test_a_new_file_has_the_usual_rights(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("x")
     assert path.stat().st_mode == plain.stat().st_mode
+
+
+@pytest.mark.parametrize("patch", [-1, 5, 99])
+def test_a_patch_that_is_not_there_is_refused(patch: int) -> None:
+    with pytest.raises(BadParameter, match=f"no patch {patch}"):
+        Reduction.of([{0: 1.0}, {patch: 1.0}], (2, 2))
+    with pytest.raises(BadParameter, match=f"no patch {patch}"):
+        Reduction.pick(torch.tensor([0, patch]), (2, 2), "by hand")

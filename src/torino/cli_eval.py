@@ -58,6 +58,9 @@ def evaluate(
     ] = None,
     shard: Annotated[str, typer.Option(help="i/n: do the i-th of n parts of the work.")] = "1/1",
     on_error: Annotated[str, typer.Option(help="skip: note a failing sample and go on; stop.")] = "skip",
+    keep: Annotated[
+        int, typer.Option(help="Pictures of each task kept with their reductions, for torino plot.", min=0)
+    ] = 0,
     clip: Annotated[str | None, typer.Option(help="CLIP that reads the question, for cdpruner.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
@@ -147,6 +150,7 @@ def evaluate(
                 shard=part,
                 on_error=cast(Literal["skip", "stop"], on_error),
                 asking=asking,
+                keep=keep,
                 arguments={"methods": methods, "dynamic": dynamic, "tiers": tiers, "seeds": seeds, "sae": sae},
                 progress=progress,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ REPORT_EPILOG = (
 PLOT_EPILOG = (
     "Examples: [cyan]torino plot runs/llava -o figures[/] · "
     "[cyan]torino plot runs/x4 runs/x64 --kind pareto -o figures[/] · "
+    "[cyan]torino plot runs/llava --kind qualitative --tier 64 --samples POPE:3,GQA:17 -o figures[/] · "
     "[cyan]torino plot bench.json --format pdf -o figures[/] · "
     "[cyan]torino plot paper -o figures[/], of the paper's own tables"
 )
@@ -106,6 +108,15 @@ def plot(
         str | None, typer.Option(help=f"Separated by commas: {', '.join(KINDS)}; by default all that can be drawn.")
     ] = None,
     formats: Annotated[str, typer.Option("--format", help="png, pdf, svg, separated by commas.")] = "png,pdf",
+    tier: Annotated[
+        str | None, typer.Option(help="Tier that the qualitative figure shows, such as 2,2 or 128.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Methods in it, separated by commas; by default TORINO and some of the tier.")
+    ] = None,
+    samples: Annotated[
+        str | None, typer.Option(help="Questions in it, as TASK:INDEX, separated by commas; by default the first kept.")
+    ] = None,
 ) -> None:
     """Draw figures of runs, from their result files alone."""
     wanted: list[str] = split_words(kind) if kind else [*KINDS]
@@ -115,7 +126,7 @@ def plot(
     kinds = split_words(formats)
     from torino.plots import save_figure
 
-    drawn, reasons = _draw(sources, wanted)
+    drawn, reasons = _draw(sources, wanted, _Shown(tier, split_words(methods or ""), split_words(samples or "")))
     if kind and reasons:
         raise BadParameter(next(iter(reasons.values())))
     if not drawn:
@@ -125,11 +136,21 @@ def plot(
             out.print(escape(str(path)), highlight=False, soft_wrap=True)
 
 
-def _draw(sources: list[str], wanted: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+@dataclass(frozen=True)
+class _Shown:
+    """What the figures with photos show of a run."""
+
+    tier: str | None
+    methods: list[str]
+    samples: list[str]
+
+
+def _draw(sources: list[str], wanted: list[str], shown: _Shown) -> tuple[dict[str, Any], dict[str, str]]:
     """Figures by name, and why others could not be made."""
     from torino import plots
 
     documents, bench, examples, points = _open(sources)
+    kept = [Path(one).expanduser() for one in sources if one != "paper" and Path(one).expanduser().is_dir()]
     drawn: dict[str, Any] = {}
     reasons: dict[str, str] = {}
     for one in wanted:
@@ -149,9 +170,14 @@ def _draw(sources: list[str], wanted: list[str]) -> tuple[dict[str, Any], dict[s
                 if not bench:
                     raise BadParameter("Latencies are drawn of the files that torino bench writes; give one.")
                 drawn[one] = plots.latency(bench)
-            elif not examples:
-                raise BadParameter(f"The {one} figure needs photos and reductions: give a file of examples.")
             else:
+                if not examples and kept:
+                    examples = _examples(kept[0], shown)
+                if not examples:
+                    raise BadParameter(
+                        f"The {one} figure needs photos and reductions: give a run made with --keep, or a file of "
+                        "examples."
+                    )
                 drawn[one] = plots.qualitative(examples) if one == "qualitative" else plots.teaser(examples[0])
         except BadParameter as error:
             reasons[one] = str(error)
@@ -185,6 +211,27 @@ def _open(sources: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]
         else:
             bench += read_bench(path)
     return documents, bench, examples, points_of(documents) + (paper_points() if "paper" in sources else [])
+
+
+def _examples(folder: Path, shown: _Shown) -> list[Any]:
+    """Examples of what a run kept."""
+    from torino.evaluate.cells import cases
+    from torino.evaluate.judging import Judge
+    from torino.evaluate.results import open_run
+    from torino.plots import Example, Shown
+
+    judge = Judge.from_environment(cache=folder / "grades.jsonl")
+    found = cases(open_run(folder), samples=shown.samples, tier=shown.tier, settings=shown.methods, judge=judge)
+    return [
+        Example(
+            case.photo,
+            case.question,
+            [Shown(cell.setting.label, cell.reduction, cell.answer, cell.right) for cell in case.cells],
+            case.answer,
+            case.right,
+        )
+        for case in found
+    ]
 
 
 def _page_figures(document: dict[str, Any]) -> dict[str, str]:

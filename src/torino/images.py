@@ -139,6 +139,8 @@ def as_seen(inputs: Mapping[str, Any], processor: Any, images: Sequence[Image.Im
     values = pixels.detach().float().cpu().numpy().reshape(-1, *pixels.shape[-3:])
     mean = np.array(getattr(inner, "image_mean", None) or CLIP_MEAN).reshape(3, 1, 1)
     deviation = np.array(getattr(inner, "image_std", None) or (1.0, 1.0, 1.0)).reshape(3, 1, 1)
+    if getattr(inner, "do_normalize", True) is False:
+        mean, deviation = np.zeros_like(mean), np.ones_like(deviation)
     shown = ((values * deviation + mean) * 255).round().clip(0, 255).astype(np.uint8)
     return [Image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0))) for picture in shown]
 

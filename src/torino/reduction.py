@@ -89,6 +89,7 @@ class Reduction:
         stands for.
         """
         patches = grid[0] * grid[1]
+        _check_patches([patch for row in rows for patch in row], patches)
         assigned = [-1] * (patches + 1)
         for token in reversed(range(len(rows))):
             for patch in rows[token]:
@@ -129,6 +130,7 @@ class Reduction:
         ``assigned`` tells which kept patch stands for each patch; by default each kept patch for itself alone.
         """
         kept, m = kept.cpu(), len(kept)
+        _check_patches(kept.tolist(), grid[0] * grid[1])
         if assigned is None:
             assigned = kept.new_full((grid[0] * grid[1] + 1,), -1)
             assigned[kept] = torch.arange(m)
@@ -408,6 +410,14 @@ class _Matrix:
     sources: Tensor
     weights: Tensor
     offsets: Tensor
+
+
+def _check_patches(given: Sequence[int], patches: int) -> None:
+    wrong = [patch for patch in given if not 0 <= patch <= patches]
+    if wrong:
+        raise BadParameter(
+            f"There is no patch {wrong[0]}: the grid has patches 0 to {patches - 1}, and {patches} is the CLS token."
+        )
 
 
 def _rebuild(arrays: dict[str, Tensor], texts: dict[str, str]) -> list[Reduction]:

@@ -1,12 +1,13 @@
-"""The paper's nine benchmarks: their files, their rules, and how their questions are put."""
+"""The paper's nine benchmarks and the lab's: their files, their rules, and how their questions are put."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from torino.evaluate.samples import Sample
+from torino.lab.benchmarks import BENCHMARKS as LAB
 
 Prompts = Literal["standard", "vlmevalkit", "llava"]
 Kind = Literal["exact", "vqa", "mcq", "circular", "yes-no", "mme", "pope", "judge"]
@@ -35,6 +36,10 @@ class Benchmark:
         Other names it goes by.
     best : float
         The highest score there is.
+    bare : bool
+        Whether its questions go as they are, because the model that it was made for knows no instructions.
+    words : bool
+        Whether key words grade its free answers, in place of a language model as judge.
     """
 
     name: str
@@ -43,6 +48,8 @@ class Benchmark:
     files: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     best: float = 100.0
+    bare: bool = False
+    words: bool = False
 
 
 _NINE = (
@@ -75,7 +82,20 @@ _NINE = (
     Benchmark("VizWiz", "VizWiz", "vqa", ("VizWiz",)),
     Benchmark("MMVet", "MMVet", "judge", ("MMVet",), ("MM-Vet",)),
 )
+_LAB = tuple(
+    Benchmark(
+        one.name,
+        one.name.replace("-", " ", 1),
+        cast(Kind, one.kind),
+        (one.name,),
+        best=200.0 * len(one.parts) if one.kind == "mme" else 100.0,
+        bare=True,
+        words=one.kind == "judge",
+    )
+    for one in LAB.values()
+)
 BENCHMARKS = {one.name: one for one in _NINE}
+LAB_BENCHMARKS = {one.name: one for one in _LAB}
 CUSTOM = Benchmark("custom", "custom", None)
 
 
@@ -83,7 +103,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-_BY_NAME = {_plain(name): one for one in _NINE for name in (one.name, *one.files, *one.also)}
+_BY_NAME = {_plain(name): one for one in (*_NINE, *_LAB) for name in (one.name, *one.files, *one.also)}
 
 
 def benchmark_of(name: str) -> Benchmark | None:
@@ -110,6 +130,8 @@ def instruction(benchmark: Benchmark, kind: str, prompts: Prompts, text: str) ->
     kit's with one repair: the kit asks VizWiz bare, at which models are reported to talk at length and score next to
     nothing, so its questions get LLaVA's line.
     """
+    if benchmark.bare:
+        return ""
     if kind in ("mcq", "circular"):
         return LETTER_CHINESE if re.search(r"[\u4e00-\u9fff]", text) else LETTER
     if benchmark.name == "VizWiz":

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from torino.ask import write_prompt
 from torino.errors import BadParameter, TorinoError
-from torino.images import Padding, mean_colour, open_image, prepare
+from torino.evaluate.cells import Keeper
+from torino.images import Padding, as_seen, mean_colour, open_image, prepare
 from torino.reducers import Reducer, inside_of
 from torino.reduction import Reduction, ReductionBatch
 from torino.vlm.asked import ClipText
@@ -71,6 +72,7 @@ class _Part:
 
     setting: str
     sight: Sight
+    plans: ReductionBatch
     splices: list[Splice]
     tokens: int
     seconds: dict[str, float]
@@ -132,7 +134,11 @@ class Engine:
 
     @torch.no_grad()
     def answers(
-        self, pictures: Sequence[bytes], asked: Sequence[Asked], wanted: Callable[[Any, str], bool]
+        self,
+        pictures: Sequence[bytes],
+        asked: Sequence[Asked],
+        wanted: Callable[[Any, str], bool],
+        keep: Keeper | None = None,
     ) -> Iterator[list[Answered]]:
         """Answer questions about one picture (or several that go together).
 
@@ -142,6 +148,8 @@ class Engine:
         asked : sequence of Asked
         wanted : callable
             Says of (key, setting) whether that answer is still missing.
+        keep : Keeper, optional
+            Keeps the picture and its Reductions, where it is one picture of one tile.
 
         Yields
         ------
@@ -164,6 +172,8 @@ class Engine:
                 if wanted(question.key, name)
             ]
             return
+        if keep is not None:
+            self._keep(keep, images, open_[0], parts)
         for question in open_:
             yield [_failed(question.key, name, error) for name, error in failed.items() if wanted(question.key, name)]
             ready = [*parts, *self._by_question(images, question, wanted)]
@@ -210,7 +220,16 @@ class Engine:
         planned = time.perf_counter()
         splices = self.host.splice(sight, plans)
         seconds = {"tower": seen, "plan": planned - begin, "projector": time.perf_counter() - planned}
-        return _Part(name, sight, splices, sum(len(splice.slots) for splice in splices), seconds)
+        return _Part(name, sight, plans, splices, sum(len(splice.slots) for splice in splices), seconds)
+
+    def _keep(self, keep: Keeper, images: Sequence[Any], question: Asked, parts: Sequence[_Part]) -> None:
+        seen = as_seen(self._inputs(images, question), self.processor, images)
+        if len(seen) != 1 or any(len(part.plans) != 1 for part in parts):
+            return
+        keep.photo(seen[0])
+        for part in parts:
+            if self.reducers[part.setting] is not None:
+                keep.plan(part.setting, part.plans[0])
 
     def _by_question(self, images: Sequence[Any], question: Asked, wanted: Callable[[Any, str], bool]) -> list[_Part]:
         """Settings that choose by the question, which see the picture for this one alone."""

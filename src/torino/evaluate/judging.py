@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -58,6 +58,19 @@ NO_JUDGE = (
 _FIELD = re.compile(r"\{(question|answer|prediction)\}")
 _NUMBER = re.compile(r"(?<![\d.])(?:0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\d.]*\d)")
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
+
+
+class Grader(Protocol):
+    """Whatever grades free answers: a :class:`Judge`, or the key words of the lab."""
+
+    @property
+    def name(self) -> str:
+        """How a result says who graded."""
+        ...
+
+    def grade_all(self, samples: Iterable[Sample], said: Mapping[str, str]) -> dict[str, float | None]:
+        """Grades from 0 to 1 by index; None where there is none."""
+        ...
 
 
 @dataclass
@@ -129,7 +142,7 @@ class Judge:
         wording = "torino's MM-Vet prompt" if self.prompt == PROMPT else "prompt " + _hash(self.prompt)[:8]
         return f"{self.model}, {wording}"
 
-    def grade_all(self, samples: Iterable[Sample], said: dict[str, str]) -> dict[str, float | None]:
+    def grade_all(self, samples: Iterable[Sample], said: Mapping[str, str]) -> dict[str, float | None]:
         """Grade all answers; None where the judge gave no number in all tries.
 
         Raises

@@ -16,7 +16,7 @@ import numpy as np
 
 from torino.errors import BadFile, BadParameter
 from torino.evaluate.benchmarks import benchmark_of
-from torino.evaluate.judging import Judge
+from torino.evaluate.judging import Grader
 from torino.evaluate.results import SETTINGS, Run, open_run
 from torino.evaluate.scoring import Score, Tally
 from torino.evaluate.settings import NO_SAE, Setting
@@ -47,7 +47,7 @@ def measure(
     data: str | Path | None = None,
     *,
     tasks: Mapping[str, Task] | None = None,
-    judge: Judge | None = None,
+    judge: Grader | None = None,
     versus: str | None = None,
     by: By = "question",
     baseline_of: str | Path | None = None,
@@ -66,7 +66,7 @@ def measure(
         Folder of the tasks' files; by default where they were.
     tasks : mapping of name to Task, optional
         Where they are open already.
-    judge : Judge, optional
+    judge : Grader, optional
         For tasks that are graded.
     versus : str, optional
         Method, label or id of the setting that all others are compared with; by default TORINO-M of the same tier.
@@ -203,7 +203,7 @@ class _Marks:
     run: Run
     tasks: dict[str, Task]
     answers: Answers
-    judge: Judge | None
+    judge: Grader | None
     by: By
     draw: dict[str, Any]
     notes: dict[str, str] = field(default_factory=dict[str, str])

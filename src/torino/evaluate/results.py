@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torino.errors import BadFile
-from torino.evaluate.judging import Judge
+from torino.evaluate.judging import Grader
 from torino.evaluate.records import read_records
 from torino.evaluate.scoring import Score
 from torino.evaluate.settings import Setting
@@ -83,7 +83,7 @@ class Run:
             opened[str(facts["task"])] = task if limit is None else task.take(int(limit), seed=0)
         return opened
 
-    def scores(self, data: str | Path | None = None, judge: Judge | None = None) -> dict[str, dict[str, Score]]:
+    def scores(self, data: str | Path | None = None, judge: Grader | None = None) -> dict[str, dict[str, Score]]:
         """Score every task under every setting that has answers: task, then setting."""
         scored: dict[str, dict[str, Score]] = {}
         grouped: dict[tuple[str, str], list[Mapping[str, Any]]] = {}

@@ -18,6 +18,7 @@ from torch import nn
 
 from torino.errors import BadParameter, TorinoError
 from torino.evaluate import settings as settings_
+from torino.evaluate.cells import Keeper, place_of
 from torino.evaluate.engine import Asked, Engine, OnError
 from torino.evaluate.records import Records, read_records
 from torino.evaluate.results import ANSWERS, FORMAT, PROBLEMS, RUN, SETTINGS, Run, open_run
@@ -105,6 +106,7 @@ def evaluate(
     shard: tuple[int, int] = (0, 1),
     on_error: OnError = "skip",
     asking: ClipText | None = None,
+    keep: int = 0,
     arguments: Mapping[str, Any] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Run:
@@ -130,6 +132,8 @@ def evaluate(
         Longest answer by task, in tokens.
     shard : (int, int)
         Which part of the work this process does, from 0, and of how many.
+    keep : int
+        Pictures of each task that are kept with their Reductions, for figures.
     arguments : mapping, optional
         What the user gave, for ``run.json``.
     progress : callable, optional
@@ -166,7 +170,7 @@ def evaluate(
         "arguments": dict(arguments or {}),
     }
     _begin(folder, facts)
-    worker = _Worker(folder, model, processor, tasks, saes, facts, part, parts, on_error, asking, progress)
+    worker = _Worker(folder, model, processor, tasks, saes, facts, part, parts, on_error, asking, keep, progress)
     worker.phase("first answers", first)
     if plan.dynamic:
         later = folder / SETTINGS
@@ -199,12 +203,14 @@ class _Worker:
         parts: int,
         on_error: OnError,
         asking: ClipText | None,
+        keep: int,
         progress: Callable[[str, int, int], None] | None,
     ) -> None:
         self.folder, self.model, self.processor, self.tasks, self.saes = folder, model, processor, tasks, saes
         self.facts, self.part, self.parts = facts, part, parts
         self.on_error: OnError = on_error
         self.asking, self.progress = asking, progress
+        self.kept = {group[1][0].image.key for task in tasks for group in list(_pictures(task))[:keep]}
         self.lengths = {str(task["task"]): int(task["max_new_tokens"]) for task in facts["tasks"]}
 
     def phase(self, name: str, settings: Sequence[Setting]) -> None:
@@ -241,7 +247,8 @@ class _Worker:
                 if pictures is None:
                     count += len(missing) * len(ids)
                     continue
-                for answers in engine.answers(pictures, asked, lambda q, setting: (*q, setting) not in done):
+                keeper = Keeper(place_of(self.folder, key)) if key in self.kept else None
+                for answers in engine.answers(pictures, asked, lambda q, one: (*q, one) not in done, keeper):
                     rows = [_row(answer, key) for answer in answers]
                     records.add(rows)
                     problems.add([row for row in rows if "error" in row])

@@ -19,9 +19,20 @@ import numpy as np
 
 from torino.errors import BadFile, BadParameter, UnknownName, unknown_name
 from torino.evaluate import scoring
-from torino.evaluate.benchmarks import BENCHMARKS, CUSTOM, Benchmark, Kind, Prompts, benchmark_of, instruction, words
-from torino.evaluate.judging import NO_JUDGE, Judge, graded
+from torino.evaluate.benchmarks import (
+    BENCHMARKS,
+    CUSTOM,
+    LAB_BENCHMARKS,
+    Benchmark,
+    Kind,
+    Prompts,
+    benchmark_of,
+    instruction,
+    words,
+)
+from torino.evaluate.judging import NO_JUDGE, Grader, graded
 from torino.evaluate.samples import Broken, Problem, Sample, Table, read_jsonl, read_tsv
+from torino.lab.sheets import KeyWords
 
 TURN = 1_000_000  # between the indices of a question's rotations, in the TSV of MMBench
 
@@ -106,7 +117,7 @@ class Task:
         return replace(self, samples=tuple(sample for sample in self.samples if sample.group in chosen))
 
     def score(
-        self, rows: Iterable[Mapping[str, Any]], judge: Judge | None = None, *, partial: bool = False
+        self, rows: Iterable[Mapping[str, Any]], judge: Grader | None = None, *, partial: bool = False
     ) -> scoring.Score:
         """Score answers.
 
@@ -115,7 +126,7 @@ class Task:
         rows : iterable of mappings
             Each with ``index`` and ``prediction``; one with ``error``, or without a text, says that the model failed.
             Of several answers to a sample the last counts, and a failure only if there is no answer.
-        judge : Judge, optional
+        judge : Grader, optional
             For tasks whose answers are graded; without one they are not scored, and ``note`` says so.
         partial : bool
             Leave out questions that are not answered yet, instead of counting them as wrong.
@@ -135,6 +146,7 @@ class Task:
         metric, each, total = _RULES[self.kind]
         note = ""
         if self.kind == "judge":
+            judge = KeyWords() if self.benchmark.words else judge
             if judge is None:
                 return scoring.unscored(self.name, metric, samples, counts, f"{self.name}: {NO_JUDGE}")
             each, note = graded(judge.grade_all(samples, said)), f"judged by {judge.name}"
@@ -253,7 +265,7 @@ def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
         )
     if path.suffix in (".tsv", ".jsonl"):
         raise BadFile(f"There is no file {path}, nor one of that name in {root}: {holds}.")
-    error = unknown_name("task", text, [*BENCHMARKS, *(Path(one).stem for one in there)])
+    error = unknown_name("task", text, [*BENCHMARKS, *LAB_BENCHMARKS, *(Path(one).stem for one in there)])
     raise UnknownName(f"{str(error).removesuffix(' All: torino list.')} Looked in {root}: {holds}.")
 
 

@@ -21,14 +21,14 @@ QUALITY = 92  # of the JPEGs
 _WORD = re.compile(r"[a-z0-9]+")
 
 
-class Sample(Protocol):
+class _Keyed(Protocol):
     """What a judge needs of a sample."""
 
     @property
-    def index(self) -> str: ...  # noqa: D102
+    def index(self) -> str: ...
 
     @property
-    def answers(self) -> tuple[str, ...]: ...  # noqa: D102
+    def answers(self) -> tuple[str, ...]: ...
 
 
 class KeyWords:
@@ -40,7 +40,7 @@ class KeyWords:
 
     name = "key words"
 
-    def grade_all(self, samples: Iterable[Sample], said: Mapping[str, str]) -> dict[str, float | None]:
+    def grade_all(self, samples: Iterable[_Keyed], said: Mapping[str, str]) -> dict[str, float | None]:
         """Grades of all answers, by index."""
         return {one.index: key_words(one.answers[0], said[one.index]) for one in samples if one.index in said}
 
