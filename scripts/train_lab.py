@@ -289,14 +289,15 @@ def train(args: argparse.Namespace) -> None:
         states = model(pictures, head, text, positions, mask)
         wanted = target >= 0
         loss = cross_entropy(model.llama.lm_head(states[wanted]), target[wanted])
-        if not math.isfinite(float(loss)):
-            raise SystemExit(f"The loss is {float(loss)} at step {step}. Lower --rate and go on from the checkpoint.")
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise SystemExit(f"The loss is {value} at step {step}. Lower --rate and go on from the checkpoint.")
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         adam.zero_grad(set_to_none=True)
         step += 1
-        running, count = running + float(loss), count + 1
+        running, count = running + value, count + 1
         if step % 25 == 0 or step == args.steps:
             seconds = (time.monotonic() - begun) / (step - first)
             with log.open("a", encoding="utf-8") as file:

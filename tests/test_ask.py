@@ -21,6 +21,8 @@ from torino import SAE, BadFile, BadParameter, SAECard, SAEMismatch, TorinoError
 from torino.ask import Answer, KeepShare, ask, open_vlm
 from torino.cli_ask import ask as command
 from torino.images import mean_colour, pad_square
+from torino.lab.model import SHIPPED
+from torino.lab.shipped import lab_photo
 from torino.reducers import Reducer
 from torino.vlm import Trace
 
@@ -34,7 +36,8 @@ TEMPLATE = (
 )
 
 
-def _build(folder: Path) -> None:
+def _build(folder: Path, *, has_cls: bool = True) -> None:
+    """A LLaVA of 4 x 4 patches with a CLIP tower, or with a SigLIP, which has no CLS token."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import (
         CLIPImageProcessorPil,
@@ -44,10 +47,11 @@ def _build(folder: Path) -> None:
         LlavaForConditionalGeneration,
         LlavaProcessor,
         PreTrainedTokenizerFast,
+        SiglipVisionConfig,
     )
 
     torch.manual_seed(0)
-    vision = CLIPVisionConfig(
+    vision = (CLIPVisionConfig if has_cls else SiglipVisionConfig)(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=3,
@@ -67,7 +71,12 @@ def _build(folder: Path) -> None:
         bos_token_id=1,
         eos_token_id=2,
     )
-    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=4))
+    strategy = "default" if has_cls else "full"
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=vision, text_config=text, image_token_index=4, vision_feature_select_strategy=strategy
+        )
+    )
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.25)  # wide enough that answers hang on what is in the picture
@@ -83,7 +92,11 @@ def _build(folder: Path) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     pixels = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
     LlavaProcessor(
-        pixels, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
+        pixels,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy=strategy,
+        num_additional_image_tokens=int(has_cls),
     ).save_pretrained(folder)
 
 
@@ -368,7 +381,7 @@ def test_command_answers_beside_its_baseline(
 ) -> None:
     drawn = tmp_path / "drawn.png"
     words = (home / "photo.png", QUESTION, "--model", home / "llava", "--sae", home / "sae", "--k", "1", "--delta", "1")
-    said, noise = torino(*words, "--baseline", "--max-new-tokens", "5", "--draw", drawn, "--device", "cpu")
+    said, noise = torino(*words, "--max-new-tokens", "5", "--draw", drawn, "--device", "cpu")
     model, processor = opened
     expected = ask(
         photo(), QUESTION, model=model, processor=processor, reducer=reducer, max_new_tokens=5, baseline=True
@@ -407,10 +420,43 @@ def test_command_prints_json(home: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert told["image_tokens"] == {"before": 16, "after": 4}
     assert told["reducer"] == "torino-m(k=2, delta=2, budget=4)"
     assert (told["padding"], told["new_tokens"], told["question"]) == ("square", 2, QUESTION)
+    assert told["baseline"]["image_tokens"] == {"before": 16, "after": 16}
+    run(home, baseline=False, as_json=True)
+    assert "baseline" not in json.loads(capsys.readouterr().out)
     run(home, method="none", sae=None)
     assert "16 → 16 image tokens, all of them" in capsys.readouterr().out
     run(home, method="torino-p(k=1, delta=1)", sae="raw", budget=3)
     assert "16 → 3 image tokens, 81.2% removed by torino-p(k=1, delta=1, budget=3)" in capsys.readouterr().out
+
+
+def test_the_lab_is_asked_by_default(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torino.ask
+    from torino.lab import shipped
+
+    photo_file = str(home / "photo.png")
+    monkeypatch.setattr(shipped, "SHIPPED", tmp_path)
+    with pytest.raises(BadFile, match="where the lab's own one belongs"):
+        command(photo_file, QUESTION)
+    shutil.copytree(home / "sae", tmp_path / "sae")
+    monkeypatch.setattr(torino.ask, "lab_folder", lambda: home / "llava")
+    command(photo_file, QUESTION, k=1, delta=1, max_new_tokens=3, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["model"], told["reducer"]) == ("lab", "torino-m(k=1, delta=1)")
+    assert told["baseline"]["reducer"] is None
+    command(photo_file, QUESTION, method="random", budget=5, max_new_tokens=3)  # reads no concepts, so needs no SAE
+    assert "16 → 5 image tokens" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not (SHIPPED / "reader.safetensors").is_file(), reason="the lab's language model does not ship yet")
+def test_the_lab_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    command(str(lab_photo()), "What is in the picture?", device="cpu", as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["image_tokens"]["before"] == 576
+    assert 1 <= told["image_tokens"]["after"] < 400
+    assert told["answer"]
+    assert told["baseline"]["answer"]
 
 
 def test_command_takes_odd_images(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,15 +21,39 @@ CORE = [
     "packed",
     "tokens",
     "strongest",
+    "screen",
     "concepts",
     "sae",
     "formats",
     "grouping",
     "story",
 ]
-REDUCING = ["reduction", "stages", "reducers", "calibration", "example", "testing", "terminal", "images", "draw"]
+REDUCING = [
+    "reduction",
+    "stages",
+    "reducers",
+    "calibration",
+    "example",
+    "testing",
+    "terminal",
+    "images",
+    "draw",
+    "sheet",
+]
 MODELS = ["photos", "vlm", "lab", "train", "judge", "ask", "evaluate", "plots", "bench", "guests"]
-COMMANDS = ["options", "cli_ask", "cli_harvest", "cli_train", "cli_concepts", "cli_eval", "cli_report", "cli_bench"]
+COMMANDS = [
+    "options",
+    "bars",
+    "cli_ask",
+    "cli_look",
+    "cli_compare",
+    "cli_harvest",
+    "cli_train",
+    "cli_concepts",
+    "cli_eval",
+    "cli_report",
+    "cli_bench",
+]
 ROOMS = [*CORE, *REDUCING, *MODELS, *COMMANDS, "cli", "__main__"]
 # Deferred imports that look to the right on purpose: SAE.load and SAE.save open the room that knows layouts.
 ALLOWED = {("sae", "formats")}

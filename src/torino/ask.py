@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torino.errors import BadFile, BadParameter, TorinoError
 from torino.images import Padding, Picture, as_seen, mean_colour, open_image, prepare
+from torino.lab.model import lab_folder
 from torino.reducers import Passage, Reducer
 from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import VisualTokens
@@ -126,7 +127,8 @@ def open_vlm(
     Parameters
     ----------
     name_or_path, device, dtype
-        As for :func:`torino.vlm.towers.open_tower`.
+        As for :func:`torino.vlm.towers.open_tower`. ``"lab"`` is the small model that comes with torino, see
+        :func:`torino.lab.model.lab_folder`; write ``./lab`` for a folder of that name.
 
     Returns
     -------
@@ -138,7 +140,8 @@ def open_vlm(
     Unreachable, BadFile, TorinoError
         If the hub does not give it, if something is missing in it, or if torino does not serve its family.
     """
-    library, name, place = transformers(), local_name(name_or_path), device_of(device)
+    library, place = transformers(), device_of(device)
+    name = local_name(lab_folder() if name_or_path == "lab" else name_or_path)
     config = fetch(library.AutoConfig.from_pretrained, name, "config.json")
     if config.model_type not in families():
         host_of(cast(nn.Module, SimpleNamespace(config=config)))  # says so, before gigabytes are fetched

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from torino import cli_ask, cli_bench, cli_concepts, cli_eval, cli_harvest, cli_report, cli_train
+from torino import cli_ask, cli_bench, cli_compare, cli_concepts, cli_eval, cli_harvest, cli_look, cli_report, cli_train
 from torino.errors import BadParameter, TorinoError, UnmetBudget
 from torino.options import build_reducer, open_sae, share_of
 
@@ -264,7 +264,9 @@ def export(
     out.print(f"Wrote {escape(str(write_sae(loaded, folder, layout)))} in the {layout} layout.", highlight=False)
 
 
+app.command(epilog=cli_look.EPILOG)(cli_look.look)
 app.command(epilog=cli_ask.EPILOG)(cli_ask.ask)
+app.command(epilog=cli_compare.EPILOG)(cli_compare.compare)
 app.command(epilog=cli_harvest.EPILOG)(cli_harvest.harvest)
 app.command(epilog=cli_train.TRAIN_EPILOG)(cli_train.train)
 app.command(epilog=cli_train.SWEEP_EPILOG)(cli_train.sweep)
@@ -286,9 +288,11 @@ def _default_sae(method: str, bundled: bool) -> str | None:
 def open_named(name: str) -> Any:
     """Open a whole SAE, decoder included, to look at it or to write it again."""
     from torino.example import example_sae
+    from torino.lab.shipped import lab_sae
     from torino.sae import SAE
 
-    return example_sae() if name == "example" else SAE.load(name)
+    shipped = {"example": example_sae, "lab": lab_sae}
+    return shipped[name]() if name in shipped else SAE.load(name)
 
 
 def _draw(path: Path, names: list[str], batch: Any, bundled: bool, words: Mapping[int, str]) -> None:

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from torino.errors import BadFile, BadParameter, TorinoError
-from torino.options import build_reducer, share_of
+from torino.errors import BadParameter, TorinoError
+from torino.options import LAB, build_reducer, hushed, one_picture, picture_file, reads_concepts, share_of
 
 if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those who ask
     from torino.ask import Answer
@@ -25,20 +25,27 @@ out = Console()
 errors = Console(stderr=True)
 
 EPILOG = (
-    'Examples: [cyan]torino ask photo.jpg "What is on the table?" --model llava-hf/llava-1.5-7b-hf --sae ./my-sae[/] · '
-    '[cyan]torino ask photo.jpg "How many cups?" --model ./llava --sae ./my-sae --budget 128 --baseline[/] · '
+    'Examples: [cyan]torino ask photo.jpg "What is on the table?"[/] (the lab, a small model that comes with torino) · '
+    '[cyan]torino ask photo.jpg "How many cups?" --method visionzip --budget 64[/] · '
+    '[cyan]torino ask photo.jpg "How many cups?" --model llava-hf/llava-1.5-7b-hf --sae ./my-sae --no-baseline[/] · '
     '[cyan]torino ask photo.jpg "What is this?" --model ./llava --sae raw --keep 25% --draw groups.png[/]'
 )
-PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 STAGES = ("processor", "tower", "question", "plan", "sae", "grouping", "projector", "prefill", "decode", "total")
 
 
 def ask(
     image: Annotated[str, typer.Argument(metavar="IMAGE", help="A JPEG, PNG, WebP or other image file.")],
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask about it.")],
-    model: Annotated[str, typer.Option(help="Hub name or folder of a vision-language model.")],
+    model: Annotated[
+        str,
+        typer.Option(help="Hub name or folder of a vision-language model; 'lab' is the one that comes with torino."),
+    ] = LAB,
     sae: Annotated[
-        str | None, typer.Option(help="Folder, file or hub repository of the SAE; 'raw' is the no-SAE ablation.")
+        str | None,
+        typer.Option(
+            help="Folder, file or hub repository of the SAE; 'lab' is that of --model lab, which takes it by itself; "
+            "'raw' is the no-SAE ablation."
+        ),
     ] = None,
     clip: Annotated[
         str | None,
@@ -56,7 +63,13 @@ def ask(
     ] = None,
     keep: Annotated[str | None, typer.Option(help="The budget as a share of the patches: 25% or 0.25.")] = None,
     levels: Annotated[int | None, typer.Option(help="Use only the first Matryoshka levels of the SAE.")] = None,
-    baseline: Annotated[bool, typer.Option("--baseline", help="Also ask with all tokens, and compare.")] = False,
+    baseline: Annotated[
+        bool | None,
+        typer.Option(
+            "--baseline/--no-baseline",
+            help="Also ask with all tokens, and compare; done unless you say no, or --method is none.",
+        ),
+    ] = None,
     padding: Annotated[
         str, typer.Option(help="crop: as the model's processor does it; square: pad first, so that nothing is cut.")
     ] = "crop",
@@ -69,37 +82,38 @@ def ask(
     draw: Annotated[Path | None, typer.Option(help="Write a picture of the groups to .png, .jpg or .webp.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Ask a vision-language model about an image, with fewer visual tokens."""
-    from torino.vlm.towers import device_of, local_name, transformers
-
+    """Ask a vision-language model about an image, with fewer visual tokens and with all of them."""
     # Whatever can be wrong without the model is said before the model is fetched.
     if padding not in ("crop", "square"):
         raise BadParameter(f"--padding must be crop or square, got {padding!r}.")
     if positions not in ("compact", "original"):
         raise BadParameter(f"--positions must be compact or original, got {positions!r}.")
-    if draw is not None and draw.suffix.lower() not in PICTURES:
-        raise BadParameter(f"--draw must end in .png, .jpg or .webp, got {draw.name!r}.")
-    local_name(model)
-    with _notes():
+    if draw is not None:
+        picture_file("--draw", draw)
+    with errors.status("Starting …"), _notes():
         from torino.images import prepare
+        from torino.vlm.towers import device_of, local_name
 
-        picture = _one_picture(image)
+        if model != LAB:
+            local_name(model)
+        elif sae is None and method != "none" and reads_concepts(method):
+            sae = LAB
+        picture = one_picture(image)
         prepare(picture, padding)  # type: ignore[arg-type]: checked above
         given = {"k": k, "delta": delta, "budget": budget}
         reducer = _reducer(method, sae, levels, keep, given, device_of(device))
     _check_clip(clip, method, reducer)
+    if baseline is None:
+        baseline = reducer is not None
     if baseline and reducer is None:
         raise BadParameter("--baseline compares a method with the full tokens, and --method is none. Leave one out.")
     if draw is not None and reducer is None:
         raise BadParameter("--draw shows what a method did to the tokens, and --method is none. Leave one out.")
-    library = transformers()
-    _hush(library)
-    from torino.ask import ask as put
-    from torino.ask import open_vlm
-    from torino.vlm import open_clip_text
+    with hushed():  # our own warnings were printed above
+        from torino.ask import ask as put
+        from torino.ask import open_vlm
+        from torino.vlm import open_clip_text
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers; ours were printed above
         try:
             asking = None
             if clip is not None:
@@ -134,24 +148,6 @@ def ask(
     _print(answer)
     if draw is not None:
         out.print(f"Drew what became of the tokens to {escape(str(draw))}.", highlight=False)
-
-
-def _one_picture(path: str) -> Any:
-    """Open the image a question is about; what leaves open which picture that is, or shows nothing, is refused."""
-    from torino.images import open_image
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*several frames")
-        try:
-            picture = open_image(path)
-        except UserWarning as error:
-            raise BadFile(
-                f"{path} holds several frames, and a question is about one picture. "
-                "Save the frame you mean as a PNG or JPEG file, and ask about that."
-            ) from error
-    if max(picture.size) < 2:
-        raise BadFile(f"{path} is a single pixel, in which there is nothing to see. Give a larger picture.")
-    return picture
 
 
 def _reducer(
@@ -198,16 +194,6 @@ def _notes() -> Generator[None]:
         yield
     for warning in caught:
         errors.print(f"[yellow]note:[/] {escape(str(warning.message))}", soft_wrap=True, highlight=False)
-
-
-def _hush(library: Any) -> None:
-    """Keep progress bars and advice of transformers and the hub client off the screen."""
-    import huggingface_hub
-
-    library.logging.set_verbosity_error()
-    library.logging.disable_progress_bar()
-    huggingface_hub.logging.set_verbosity_error()
-    huggingface_hub.utils.disable_progress_bars()
 
 
 def _full(model: str, device: str) -> str:

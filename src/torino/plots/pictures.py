@@ -12,10 +12,11 @@ import numpy as np
 
 from torino.errors import BadFile, BadParameter
 from torino.files import read_json
-from torino.plots.style import GREEN, INK, PAGE, RED, SOFT, new_figure, styled
+from torino.plots.style import GREEN, INK, PAGE, RED, SOFT, new_figure, plain, styled, typeset
 from torino.reduction import Reduction
 
 CELLS = "torino-cells/1"
+WIDE = 95  # signs that a line below the teaser has room for
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,13 @@ def qualitative(examples: Sequence[Example]) -> Any:
         grid = figure.subplots(rows, columns, squeeze=False)
         for column, example in enumerate(examples):
             width = max(16, round(side * 19))
-            grid[0][column].set_title("\n".join(textwrap.wrap(example.question, width)[:3]), fontsize=8, pad=4)
-            _photo(grid[0][column], example)
+            lines = textwrap.wrap(plain(example.question), width, max_lines=3, placeholder=" …")
+            grid[0][column].set_title("\n".join(lines), fontsize=8, pad=4)
+            _photo(grid[0][column], example, width)
             for row, shown in enumerate(example.shown, 1):
-                _kept(grid[row][column], example.photo, shown)
+                _kept(grid[row][column], example.photo, shown, width)
         for row, heading in enumerate(["All tokens", *headings]):
-            grid[row][0].set_ylabel(heading, fontsize=8.5, labelpad=4)
+            grid[row][0].set_ylabel(typeset(heading), fontsize=8.5, labelpad=4)
     return figure
 
 
@@ -101,10 +103,13 @@ def teaser(example: Example) -> Any:
         for axes in panels[:2]:
             axes.annotate("", (1.135, 0.5), (1.015, 0.5), xycoords="axes fraction", annotation_clip=False,
                                   arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.1})  # fmt: skip
-        said = example.shown[0]
-        lines = f"“{example.question}”   →   {said.answer}"
-        if example.answer and example.answer != said.answer:
-            lines += f"      (all tokens: {example.answer})"
+        asked, said, full = (
+            plain(textwrap.shorten(text, most, placeholder=" …"))
+            for text, most in ((example.question, 60), (example.shown[0].answer, 40), (example.answer, 80))
+        )
+        lines = f"“{asked}”   →   {said}"
+        if full and example.answer != example.shown[0].answer:
+            lines += ("      " if len(lines) + len(full) < WIDE else "\n\n") + f"(all tokens: {full})"
         figure.supxlabel(f"\n{lines}", fontsize=9.5, color=INK, linespacing=0.6)
     return figure
 
@@ -144,13 +149,13 @@ def read_examples(path: str | Path) -> list[Example]:
         raise BadFile(f"{path} lacks {error}. See torino.plots.read_examples for what it must hold.") from error
 
 
-def _photo(axes: Any, example: Example) -> None:
+def _photo(axes: Any, example: Example, width: int) -> None:
     axes.imshow(_pixels(example.photo), extent=(0, 1, 1, 0))
     _bare(axes)
-    _under(axes, f"{example.shown[0].reduction.patches}", example.answer, example.right)
+    _under(axes, f"{example.shown[0].reduction.patches}", example.answer, example.right, width)
 
 
-def _kept(axes: Any, photo: Any, shown: Shown) -> None:
+def _kept(axes: Any, photo: Any, shown: Shown, width: int) -> None:
     from matplotlib.collections import LineCollection
 
     from torino.draw import draw_reduction
@@ -161,7 +166,7 @@ def _kept(axes: Any, photo: Any, shown: Shown) -> None:
     lines = LineCollection(outlines(plan), colors=[INK], linewidths=0.35, capstyle="round")
     axes.add_collection(lines)
     _bare(axes)
-    _under(axes, str(len(plan)), shown.answer, shown.right)
+    _under(axes, str(len(plan)), shown.answer, shown.right, width)
 
 
 def outlines(plan: Reduction) -> list[list[tuple[int, int]]]:
@@ -176,40 +181,34 @@ def outlines(plan: Reduction) -> list[list[tuple[int, int]]]:
     return lines + [[(int(c) + 1, int(r)), (int(c) + 1, int(r) + 1)] for r, c in along]
 
 
-def _under(axes: Any, tokens: str, answer: str, right: bool | None) -> None:
-    """Tokens and the answer below a picture, right or wrong told by sign and colour."""
+def _under(axes: Any, tokens: str, answer: str, right: bool | None, width: int) -> None:
+    """Tokens and the answer below a picture of so many signs, right or wrong told by sign and colour."""
     axes.annotate(f"{tokens} tokens", (0, 0), (0, -4.5), xycoords="axes fraction", textcoords="offset points", va="top",
                   fontsize=7.5, color=SOFT)  # fmt: skip
     if answer:
         sign = {True: "✓ ", False: "✗ ", None: ""}[right]
         colour = {True: GREEN, False: RED, None: INK}[right]
-        text = textwrap.shorten(answer, 26, placeholder=" …")
-        axes.annotate(sign + text, (1, 0), (0, -4.5), xycoords="axes fraction", textcoords="offset points", ha="right",
+        room = max(8, width - len(f"{tokens} tokens  "))
+        text = sign + plain(textwrap.shorten(answer, room, placeholder=" …"))
+        axes.annotate(text, (1, 0), (0, -4.5), xycoords="axes fraction", textcoords="offset points", ha="right",
                       va="top", fontsize=7.5, color=colour)  # fmt: skip
 
 
 def _tiles(axes: Any, photo: Any, plan: Reduction) -> None:
     """The patches that stand for their groups, laid close together in the order of the tokens."""
-    from torino.draw import token_colour
+    from torino.draw import draw_tokens
 
     rows, columns = plan.grid
-    cell = 28
-    pixels = np.asarray(_image(photo).resize((columns * cell, rows * cell)), np.uint8)
-    wide = int(np.ceil(np.sqrt(max(len(plan), 1))))
-    high = -(-len(plan) // wide)
-    pitch = cell + 4
-    sheet = np.full((wide * pitch, wide * pitch, 4), 0, np.uint8)
-    top = (wide - high) * pitch // 2
-    for number, place in enumerate(plan.anchor.tolist()):
-        y, x = top + (number // wide) * pitch + 2, (number % wide) * pitch + 2
-        sheet[y : y + cell, x : x + cell, 3] = 255
-        if place < 0:  # a mean with no place of its own
-            sheet[y : y + cell, x : x + cell, :3] = token_colour(number)
-            continue
-        row, column = divmod(place, columns)
-        sheet[y : y + cell, x : x + cell, :3] = pixels[
-            row * cell : (row + 1) * cell, column * cell : (column + 1) * cell
-        ]
+    cell = 32
+    block = np.asarray(draw_tokens(plan, _image(photo), cell=cell, gap=4))
+    high, wide = block.shape[0] // cell, block.shape[1] // cell
+    # as much room around as gives the shape of the photo, so that patches stay square
+    most = max(high / rows, wide / columns)
+    down, across = most * rows, most * columns
+    sheet = np.zeros((round(down * cell), round(across * cell), 4), np.uint8)
+    top, left = (sheet.shape[0] - block.shape[0]) // 2 + 2, (sheet.shape[1] - block.shape[1]) // 2 + 2
+    part = sheet[top : top + block.shape[0], left : left + block.shape[1]]
+    part[:] = block[: part.shape[0], : part.shape[1]]
     axes.imshow(sheet, extent=(0, columns, rows, 0), interpolation="none")
 
 
