@@ -1,11 +1,12 @@
 r"""Train the lab's language model and projector on the features of its tower, on full tokens only.
 
-Four stages, each resumable; a stage that is done is skipped.
+Stages, each resumable; one that is done is skipped.
 
 1. ``features``: the pictures of the corpus go through the tower once; tokens of the tap block and questions are kept.
 2. ``tokenizer``: a small BPE over the questions and answers.
 3. ``train``: projector and Llama, several questions after one picture, each blind to the others.
-4. ``save``: what was trained, in half precision, with its card, into the package.
+4. ``check``: which kinds of questions about dev photos it answers, at the last checkpoint; may be run while it trains.
+5. ``save``: what was trained, in half precision, with its card, into the package.
 
 Examples
 --------
@@ -36,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from torino.files import write_json, write_whole
-from torino.lab.corpus import Corpus, read_photos
+from torino.lab.corpus import Corpus, check_apart, read_photos
 from torino.lab.tower import BLOCK, lab_tower
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,15 +55,19 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def features(args: argparse.Namespace) -> None:
+    """Look at the training pictures."""
+    look(Corpus(read_photos([args.photos]), seed=args.seed, length=args.length), args.work, args.block)
+
+
+def look(corpus: Corpus, work: Path, block: int) -> None:
     """Tokens of every picture at the tap block, (100, 576, 384) float16 a shard, and its questions beside it.
 
     CLS tokens, which only an SAE is trained on, are kept in a folder of their own.
     """
-    corpus = Corpus(read_photos([args.photos]), seed=args.seed, length=args.length)
-    tower = lab_tower(args.block)
+    tower = lab_tower(block)
     begun, did = time.monotonic(), 0
     for start in range(0, len(corpus), SHARD):
-        file = args.work / "features" / f"{start:06d}.npy"
+        file = work / "features" / f"{start:06d}.npy"
         numbers = range(start, min(start + SHARD, len(corpus)))
         if file.exists() and file.with_suffix(".json").exists():
             continue
@@ -80,7 +85,7 @@ def features(args: argparse.Namespace) -> None:
                     {"name": example.name, "questions": [asdict(question) for question in example.questions]}
                     for example in examples
                 ]
-        write_whole(args.work / "cls" / file.name, lambda target, cls=cls: _save_array(target, cls))
+        write_whole(work / "cls" / file.name, lambda target, cls=cls: _save_array(target, cls))
         write_whole(file, lambda target, tokens=tokens: _save_array(target, tokens))
         write_json(file.with_suffix(".json"), {"pictures": told})
         did += len(numbers)
@@ -94,15 +99,15 @@ def _save_array(target: Path, array: np.ndarray) -> None:
         np.save(file, array)
 
 
-def shards(args: argparse.Namespace) -> list[Path]:
-    return sorted((args.work / "features").glob("*.npy"))
+def shards(work: Path) -> list[Path]:
+    return sorted((work / "features").glob("*.npy"))
 
 
-def questions(args: argparse.Namespace) -> list[list[dict[str, str]]]:
+def questions(work: Path) -> list[list[dict[str, str]]]:
     """Questions of all pictures whose features are there, in order."""
     return [
         picture["questions"]
-        for file in shards(args)
+        for file in shards(work)
         for picture in json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))["pictures"]
     ]
 
@@ -125,7 +130,7 @@ def make_tokenizer(args: argparse.Namespace) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
-    texts = [f"USER: \n{q['text']} ASSISTANT: {q['answer']}" for picture in questions(args) for q in picture]
+    texts = [f"USER: \n{q['text']} ASSISTANT: {q['answer']}" for picture in questions(args.work) for q in picture]
     trainer = trainers.BpeTrainer(
         vocab_size=args.vocabulary, special_tokens=SPECIAL, min_frequency=3, show_progress=False
     )
@@ -245,10 +250,10 @@ def collate(rows: list[tuple[Tensor, Tensor, Tensor, Tensor]], head: int) -> tup
 
 def train(args: argparse.Namespace) -> None:
     tokenizer = make_tokenizer(args)
-    files = shards(args)
+    files = shards(args.work)
     arrays = [np.load(file, mmap_mode="r") for file in files]
     where = [(number, place) for number, array in enumerate(arrays) for place in range(len(array))]
-    asked = [[encode(tokenizer, question) for question in picture] for picture in questions(args)]
+    asked = [[encode(tokenizer, question) for question in picture] for picture in questions(args.work)]
     scale = 1 / float(np.stack([array[:4].astype(np.float32) for array in arrays[:50]]).std())
     torch.manual_seed(args.seed)
     model = Reader(tokenizer.get_vocab_size(), args)
@@ -334,7 +339,43 @@ def pace(step: int, steps: int) -> float:
     return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-# ---------------------------------------------------------------------- 4. saving
+# ---------------------------------------------------------------------- 4. checking
+
+
+@torch.no_grad()
+def check(args: argparse.Namespace) -> None:
+    """Share of questions of each kind whose whole answer the model would write, about pictures made of dev photos."""
+    if args.dev is None:
+        raise SystemExit("The stage check needs --dev, photos that are not trained on.")
+    work = args.work / "dev"
+    dev = read_photos([args.dev])
+    check_apart(read_photos([args.photos]), dev)
+    look(Corpus(dev, seed=args.seed + 1, length=args.checked), work, args.block)
+    tokenizer = make_tokenizer(args)
+    model = Reader(tokenizer.get_vocab_size(), args).eval()
+    held = torch.load(args.work / "checkpoint.pt", weights_only=True)
+    model.load_state_dict(held["model"])
+    head = torch.tensor([tokenizer.encode(PREFIX).ids])
+    right: dict[str, list[bool]] = {}
+    pictures = [one for file in shards(work) for one in np.load(file, mmap_mode="r")]
+    for picture, asked in zip(pictures, questions(work), strict=True):
+        coded = [encode(tokenizer, question) for question in asked]
+        row = pack(coded, sum(len(tokens) for tokens, _ in coded), torch.arange(len(coded)))
+        text, positions, mask, target = collate([row], head.shape[1])
+        states = model(torch.from_numpy(np.array(picture)).float()[None], head, text, positions, mask)
+        good = (model.llama.lm_head(states).argmax(-1) == target) | (target < 0)
+        for number, question in enumerate(asked):
+            mine = row[1][: text.shape[1]] == number
+            right.setdefault(question["kind"], []).append(bool(good[0, mine].all()))
+    told = {kind: {"right": sum(values) / len(values), "of": len(values)} for kind, values in sorted(right.items())}
+    write_json(args.work / f"check-{held['step']}.json", {"step": held["step"], "kinds": told})
+    say(
+        f"step {held['step']}, dev pictures: "
+        + ", ".join(f"{k} {v['right']:.2f} of {v['of']}" for k, v in told.items())
+    )
+
+
+# ---------------------------------------------------------------------- 5. saving
 
 
 def save(args: argparse.Namespace) -> None:
@@ -363,6 +404,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--photos", required=True, help="photos with captions: a parquet file or a quoted pattern of several")
+    add("--dev", help="photos with captions that are not trained on, for the stage check")
+    add("--checked", type=int, default=300, help="pictures made of them (default: %(default)s)")
     add("--work", type=Path, default=ROOT / "build/lab", help="folder for features and checkpoints")
     add("--output", type=Path, default=ROOT / "src/torino/data/lab", help="folder to save to")
     add("--stages", default="features,tokenizer,train,save", help="comma-separated (default: %(default)s)")
@@ -380,7 +423,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
-    run = {"features": features, "tokenizer": make_tokenizer, "train": train, "save": save}
+    run = {"features": features, "tokenizer": make_tokenizer, "train": train, "check": check, "save": save}
     for stage in args.stages.split(","):
         if stage not in run:
             parser.error(f"no stage is called {stage!r}; there are {', '.join(run)}")

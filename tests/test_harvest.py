@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -33,8 +34,10 @@ from torino.train import shards as shards_module
 from torino.train.harvest import harvest
 from torino.train.kinds import TokenKind
 from torino.train.look import Looker
+from torino.train.recipe import Recipe
 from torino.train.store import Store
 from torino.train.stream import Stream
+from torino.train.trainer import train
 from torino.vlm.towers import Tower, open_tower
 
 COUNT, PATCHES, SIDE, WIDTH = 11, 16, 56, 32
@@ -446,18 +449,30 @@ def test_photos_that_the_tower_refuses_are_skipped_one_by_one(
 ) -> None:
     (seen,) = Looker(clip, photos).look([[5]])
     mark = float(seen[0].rows.sum())  # type: ignore[union-attr]
-    real = clip._see
+    real = clip.see
 
-    def see(inputs: Any, needs: Any) -> Any:
-        tokens = real(inputs, needs)
+    def see(inputs: Any) -> Any:
+        tokens = real(inputs)
         if any(abs(float(each.patches.sum()) - mark) < 1e-3 for each in tokens):
             raise ValueError("a size that it was not made for")
         return tokens
 
-    monkeypatch.setattr(clip, "_see", see)
+    monkeypatch.setattr(clip, "see", see)
     store = harvest(clip, photos, tmp_path, **QUICK)
     assert [each.name for each in store.skipped] == ["04.jpg", "05.jpg", "07.jpg"]
     assert store.skipped[1].reason == "a size that it was not made for"
+
+
+@pytest.mark.skipif(os.name == "nt" or sys.platform == "darwin", reason="file names are UTF-8 there")
+def test_names_that_are_no_text_are_written_out(tmp_path: Path, clip: Tower, pictures: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for name, photo in ((b"caf\xe9.jpg", "00.jpg"), (b"bad\xe9.jpg", "07.jpg"), ("tür\x85.jpg".encode(), "01.jpg")):
+        shutil.copy(pictures / photo, os.fsencode(tmp_path / "photos") + b"/" + name)
+    store = harvest(clip, open_photos(tmp_path / "photos"), tmp_path / "store", **QUICK)
+    assert store.names == ["bad\\udce9.jpg", "caf\\udce9.jpg", "tür\x85.jpg"]
+    assert store.rows == 2 * PATCHES
+    assert [each.name for each in store.skipped] == ["bad\\udce9.jpg"]
+    assert "bad\\udce9.jpg is not an image" in (tmp_path / "store" / "skipped.txt").read_text("utf-8")
 
 
 def test_when_no_photo_can_be_used(tmp_path: Path, clip: Tower) -> None:
@@ -606,6 +621,32 @@ def test_a_stream_says_what_it_is(clip: Tower, photos: Photos) -> None:
             Stream(clip, photos, **bad)  # type: ignore[arg-type]
     with pytest.raises(BadParameter, match="step from 0"):
         stream.batch(-1, 4)
+
+
+def test_a_run_on_a_stream_goes_on_with_the_same_rows_only(tmp_path: Path, clip: Tower, pictures: Path) -> None:
+    """Another buffer, padding or lane is another order; photos and weights of the same name may be others."""
+
+    def begin(folder: Path = pictures, tower: Tower = clip, **changes: Any) -> None:
+        options: dict[str, Any] = {"buffer": 4, "batch": 2, **changes}
+        recipe = Recipe(expansion=1, k=4, steps=2, batch=16)
+        train(Stream(tower, open_photos(folder), **options), recipe, tmp_path / "sae")
+
+    begin()
+    begin()
+    for change, said in (
+        ({"buffer": 8}, "buffer was 4, now 8"),
+        ({"batch": 3}, "lane was 2, now 3"),
+        ({"padding": "square"}, "padding was 'crop', now 'square'"),
+    ):
+        with pytest.raises(BadParameter, match=said):
+            begin(**change)
+    others = shutil.copytree(pictures, tmp_path / pictures.name)
+    shutil.copy(others / "00.jpg", others / "01.jpg")
+    with pytest.raises(BadParameter, match=r"settings: activations\.fingerprint was '\w+', now '\w+'\. Give"):
+        begin(others)
+    retrained = open_tower(write_tower(tmp_path / "tiny-clip", seed=1), block=1)
+    with pytest.raises(BadParameter, match=r"settings: activations\.tower was '\w+', now '\w+'\. Give"):
+        begin(tower=retrained)
 
 
 # ------------------------------------------------------------------ the command

@@ -24,6 +24,7 @@ from torino.judge import Evidence, Looked, Monosemanticity, gather, monosemantic
 from torino.judge.evidence import FILE, PARTIAL, View
 from torino.judge.looking import Looking
 from torino.judge.names import _singular, _surely
+from torino.photos import Gone
 from torino.story import names_of
 
 
@@ -289,6 +290,64 @@ def test_photos_that_cannot_be_read_are_left_out_and_listed() -> None:
         gather(squares.sae(), Looking(photos, squares.tower()), keep=4)
     with pytest.raises(BadParameter, match="no photos to look at"):
         Looking(squares.Photos([]), squares.tower())
+
+
+def test_a_photo_that_the_tower_refuses_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    photos, tower = squares.squares(), squares.tower()
+    refused = Looking(photos, tower)._prepared(3).tobytes()
+    real = tower.process
+
+    def process(pictures: Any) -> Any:
+        if any(picture.tobytes() == refused for picture in pictures):
+            raise ValueError("a size that it was not made for")
+        return real(pictures)
+
+    monkeypatch.setattr(tower, "process", process)
+    found = gather(squares.sae(), Looking(photos, tower), keep=4, batch=7)
+    assert list(found.skipped) == [3]
+    assert "refused an image: a size that it was not made for" in found.skipped[3]
+    assert found.photos == 23
+
+
+def test_photos_that_are_taken_away_stop_the_run(tmp_path: Path) -> None:
+    """A disk that was pulled out is not a heap of broken photos, about which evidence would then be kept."""
+
+    class Unplugged(squares.Photos):
+        def __getitem__(self, index: int) -> Any:
+            if index >= 10:
+                raise Gone(Path("disk"))
+            return super().__getitem__(index)
+
+    looking = Looking(Unplugged(squares.squares().photos), squares.tower())
+    with pytest.raises(Gone, match="disk was there"):
+        gather(squares.sae(), looking, keep=4, batch=5, into=tmp_path)
+    assert not (tmp_path / FILE).exists()
+    with pytest.raises(Gone):
+        looking.texts()
+
+
+def test_a_caption_that_cannot_be_read_stops_no_other_photo() -> None:
+    class Torn(squares.Photos):
+        def __getitem__(self, index: int) -> Any:
+            if index == 3:
+                raise FileNotFoundError(2, "No such file or directory", "3.txt")
+            return super().__getitem__(index)
+
+    looking = Looking(Torn(squares.squares().photos), squares.tower())
+    found = gather(squares.sae(), looking, keep=4)
+    assert found.skipped == {3: "Photo 3 cannot be read: No such file or directory."}
+    assert [number for number, texts in enumerate(looking.texts()) if not texts] == [3]
+
+
+def test_another_tower_of_the_same_name_looks_anew(tmp_path: Path) -> None:
+    before = gather(squares.sae(), Looking(squares.squares(), squares.tower()), keep=4, into=tmp_path)
+    tower = squares.tower()
+    with torch.no_grad():
+        tower.model.get_parameter("embeddings.patch_embeddings.projection.weight").mul_(0.5)
+    after = gather(squares.sae(), Looking(squares.squares(), tower), keep=4, into=tmp_path)
+    assert before.about["tower"] == after.about["tower"]
+    assert before.about["weights"] != after.about["weights"]
+    assert not torch.equal(before.total, after.total)
 
 
 # ---------------------------------------------------------------------- names

@@ -115,7 +115,8 @@ def page_data(path: Path) -> Any:
 
 def test_the_page_holds_all_it_shows(tmp_path: Path, evidence: Evidence, looking: Looking) -> None:
     names = name_concepts(evidence, looking.texts())
-    said = [("</script><b>mean</b>",), *looking.texts()[1:]]
+    mean = "</script><!--<script><b>mean</b>"
+    said = [(mean,), *looking.texts()[1:]]
     shown = concepts(evidence, names)
     path = write_page(
         tmp_path / "page.html", squares.sae(), evidence, shown, looking.picture, photos=4, title="<Squares>", texts=said
@@ -139,7 +140,8 @@ def test_the_page_holds_all_it_shows(tmp_path: Path, evidence: Evidence, looking
         assert opened.size == (168, 168)
         middle = [int((part + 0.5) * 42) for part in divmod(tile["photo"] % 16, 4)]
         assert np.abs(np.subtract(opened.getpixel((middle[1], middle[0])), (254, 0, 0))).max() < 8
-    assert data["photos"]["0"]["text"] == "</script><b>mean</b>"
+    assert data["photos"]["0"]["text"] == mean
+    assert "<!--" not in text, "which would have a browser read on over the end of the script"
     assert data["concepts"][0]["ms"] is None or -1 <= data["concepts"][0]["ms"] <= 1
 
 
@@ -198,10 +200,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tower and photos, with captions and without."""
     folder = tmp_path_factory.mktemp("concepts")
     squares.saved_tower(folder)
-    for name, texts in (("said", True), ("silent", False)):
+    for name, texts in (("said", True), ("silent", False), ("partly", True)):
         photos = squares.squares(texts=texts).photos
         columns: dict[str, Any] = {"image": [photo.data for photo in photos]}
         columns |= {"captions": [list(photo.texts) for photo in photos]} if texts else {}
+        if name == "partly":
+            columns["captions"][0] = []
         pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     return folder
 
@@ -277,6 +281,8 @@ def test_what_does_not_fit_is_said_in_a_sentence(tmp_path: Path, place: Path) ->
     assert "--rank lift takes names" in str(
         run(place, tmp_path / "sae", "--rank", "lift", images="silent.parquet").exception
     )
+    partly = run(place, tmp_path / "sae", "--rank", "lift", images="partly.parquet")
+    assert partly.exit_code == 0, "the first photo has no caption, but the others do"
     assert "say where to write what is found: -o FOLDER" in str(run(place, "example").exception)
     (tmp_path / "file").write_text("")
     blocked = run(place, tmp_path / "sae", "-o", str(tmp_path / "file"))

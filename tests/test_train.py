@@ -22,11 +22,14 @@ from torino import SAE, BadFile, BadParameter, TorinoError
 from torino.errors import BadTokens
 from torino.files import read_arrays
 from torino.train.activations import InMemory
+from torino.train.checkpoint import Records
+from torino.train.logs import JsonLines
 from torino.train.measure import group_counts, measure
 from torino.train.recipe import Recipe
 from torino.train.start import geometric_median
 from torino.train.sweep import sweep
 from torino.train.trainer import Trainer, train
+from torino.train.world import World, device_here
 
 KINDS = ("matryoshka", "batchtopk", "topk", "relu")
 ROWS, CONCEPTS = plant.planted()
@@ -124,6 +127,9 @@ def test_measures_are_what_they_say(tmp_path: Path) -> None:
     assert found.top_frequency == pytest.approx(float(z.double().mean(0).max()))
     assert found.dead == pytest.approx(float((~z.any(0)).double().mean()))
     assert list(found.levels) == sorted(found.levels, reverse=True)
+    assert measure(sae, [x[:300], x[:0], x[300:]]) == found, "a photo that could not be opened has no rows"
+    with pytest.raises(BadTokens, match="no rows"):
+        measure(sae, [x[:0]])
 
 
 def test_group_counts_are_those_of_the_reducer(tmp_path: Path) -> None:
@@ -229,6 +235,16 @@ def test_a_finished_run_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "sae.safetensors").stat().st_mtime_ns == seen
 
 
+def test_what_a_run_left_that_was_killed_while_it_finished_is_dropped(tmp_path: Path) -> None:
+    plant.run(str(tmp_path))
+    left = [tmp_path / "training" / "step-00000056.safetensors", tmp_path / ".sae.safetensors.half.safetensors"]
+    for path in left:
+        path.write_bytes(b"large")
+    assert plant.run(str(tmp_path)).already
+    assert not any(path.exists() for path in left)
+    assert SAE.load(tmp_path).latents
+
+
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
         plant.run(str(tmp_path / name), seed=seed)
@@ -238,6 +254,35 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
 
 
 # ---------------------------------------------------------------------- logs
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_too_full_for_the_log_is_said_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    log = JsonLines(tmp_path / "log.jsonl")
+    with pytest.raises(BadFile, match=r"log\.jsonl: No space left on device.*goes on from its last checkpoint"):
+        log.write(1, {"fvu": 0.5})
+    log.close()  # holds nothing back that would fail once more
+
+
+def test_a_log_that_cannot_be_cut_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = Records(tmp_path)
+    log = JsonLines(records.log)
+    for step in (5, 10, 15):
+        log.write(step, {"fvu": 0.5})
+    log.close()
+
+    def killed(self: Path, target: Path) -> None:
+        raise Stopped
+
+    before = records.log.read_bytes()
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(Stopped):
+        records.cut_log(10)
+    monkeypatch.undo()
+    assert records.log.read_bytes() == before
+    records.cut_log(10)
+    assert [line["step"] for line in lines_of(tmp_path)] == [5, 10]
 
 
 def test_tensorboard_gets_what_the_log_has(tmp_path: Path) -> None:
@@ -293,6 +338,9 @@ def test_a_sweep_writes_one_table_and_goes_on_where_it_stood(tmp_path: Path) -> 
         ({"decay_from": 100}, "up to the last, 60"),
         ({"threshold_beta": 1.0}, "below 1"),
         ({"precision": "int8"}, "precision must be one of"),
+        ({"fractions": (float("nan"), 1.0)}, "fractions must be positive"),
+        ({"weights": (float("inf"), 1.0, 1.0, 1.0)}, "weights must be numbers .*inf"),
+        ({"kind": "relu", "latents": None, "expansion": 0.001}, "no latent at all"),
     ],
 )
 def test_bad_settings_are_said_in_a_sentence(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -405,6 +453,23 @@ def test_two_processes_equal_one_on_the_same_batches(tmp_path: Path) -> None:
         for mine, theirs in zip(lines_of(tmp_path / "two" / kind), lines_of(tmp_path / "one" / kind), strict=True):
             assert mine["l0"] == pytest.approx(theirs["l0"], rel=1e-3)
             assert mine["fvu"] == pytest.approx(theirs["fvu"], rel=1e-3)
+
+
+def test_every_process_needs_a_row(tmp_path: Path) -> None:
+    with pytest.raises(BadParameter, match="at least 1 row for each of 4 processes, got 3"):
+        train(PLANTED, plant.recipe(batch=3), tmp_path, world=World(0, 4))
+
+
+def test_the_gpu_of_a_process_is_the_one_that_torchrun_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for name in ("auto", "cuda"):
+        assert device_here(name) == torch.device("cuda:3")
+    assert device_here("cuda:1") == torch.device("cuda:1")
+    assert device_here("cpu") == torch.device("cpu")
+    assert [device.index for device in chosen] == [3, 3, 1], "set_device takes no device without a number"
 
 
 def free_port() -> int:

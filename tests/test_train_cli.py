@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,14 @@ from typer.testing import CliRunner
 from torino import SAE, BadFile, BadParameter
 from torino.cli_train import SWEEP_EPILOG, TRAIN_EPILOG, sweep, train
 from torino.files import write_json
+from torino.train.kinds import Skipped
+from torino.train.recipe import Recipe
 from torino.train.shards import CARD, Settings, write_shard
+from torino.train.store import Store
+from torino.train.trainer import train as run
 
 PHOTOS, PATCHES = 20, 16
+BROKEN = Skipped(PHOTOS, "broken.jpg", "It is no photo.")
 SMALL = ["--k", "3", "--steps", "12", "--batch", "64"]
 
 
@@ -44,8 +49,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("store"), "all")
 
 
-def written(folder: Path, tokens: str) -> Path:
-    """A store of planted rows."""
+def written(folder: Path, tokens: str, scale: float = 1.0, **changes: Any) -> Path:
+    """A store of planted rows; the last photo could not be opened."""
     settings = Settings(
         encoder="tiny/tower",
         block=4,
@@ -57,15 +62,16 @@ def written(folder: Path, tokens: str) -> Path:
         dtype="float16",
         data="planted",
         fingerprint="0",
-        photos=PHOTOS,
-        photos_per_shard=PHOTOS,
+        photos=PHOTOS + 1,
+        photos_per_shard=PHOTOS + 1,
     )
+    settings = replace(settings, **changes)
     write_json(folder / CARD, {**asdict(settings), "complete": True})
     patches = torch.arange(PATCHES, dtype=torch.int32).repeat(PHOTOS) if tokens.startswith("random") else None
-    counts = torch.full((PHOTOS,), PATCHES, dtype=torch.int32)
-    grids = torch.full((PHOTOS, 2), 4, dtype=torch.int32)
-    rows = plant.planted(PHOTOS * PATCHES)[0].half()
-    write_shard(settings.file_of(folder, 0), settings.digest, rows, counts, grids, patches, [])
+    counts = torch.tensor([PATCHES] * PHOTOS + [0], dtype=torch.int32)
+    grids = torch.tensor([(4, 4)] * PHOTOS + [(0, 0)], dtype=torch.int32)
+    rows = (scale * plant.planted(PHOTOS * PATCHES)[0]).half()
+    write_shard(settings.file_of(folder, 0), settings.digest, rows, counts, grids, patches, [BROKEN])
     return folder
 
 
@@ -89,7 +95,8 @@ def test_a_store_becomes_an_sae(store: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("objective", ["matryoshka", "batchtopk", "topk", "relu"])
 @pytest.mark.parametrize("layout", ["dictionary_learning", "saelens"])
 def test_exports_encode_alike(objective: str, layout: str, store: Path, tmp_path: Path) -> None:
-    given = [*SMALL, "--objective", objective, "--latents", "64", "--export", layout]
+    small = SMALL[2:] if objective == "relu" else SMALL  # which has no k
+    given = [*small, "--objective", objective, "--latents", "64", "--export", layout]
     told("train", str(store), "-o", str(tmp_path), *given)
     ours, theirs, x = SAE.load(tmp_path), SAE.load(tmp_path / layout), plant.planted(64)[0]
     torch.testing.assert_close(theirs.encode(x), ours.encode(x), rtol=1e-4, atol=1e-4)
@@ -130,6 +137,12 @@ def test_a_tower_can_be_trained_from_directly(tmp_path: Path) -> None:
         (["STORE", "--paper", "--objective", "topk"], BadParameter, "--paper is a recipe for matryoshka"),
         (["STORE", "--device", "tpu9"], BadParameter, "device must be"),
         (["STORE", "--log", "paper"], BadParameter, "tensorboard or wandb"),
+        (["STORE", "--tokens", "cls"], BadParameter, "--tokens goes with --tower"),
+        (["STORE", "--limit", "5"], BadParameter, "--limit goes with --tower"),
+        (["STORE", "--l1", "0.1"], BadParameter, "--l1 would do nothing with --objective matryoshka"),
+        (["STORE", "--objective", "topk", "--weights", "1,2"], BadParameter, "only matryoshka has levels"),
+        (["STORE", "--objective", "relu", "--k", "8"], BadParameter, "relu has no k"),
+        (["STORE", "--anneal", "8"], BadParameter, "k only falls with --k-start"),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -139,11 +152,36 @@ def test_what_is_wrong_is_said(
     assert sentence in told("train", "-o", str(tmp_path / "sae"), *given, fails=fails)
 
 
+def test_a_store_read_in_another_order_is_another(store: Path, tmp_path: Path) -> None:
+    recipe = Recipe(expansion=1, k=3, steps=2, batch=64)
+    run(Store.open(store), recipe, tmp_path)
+    assert run(Store.open(store), recipe, tmp_path).already
+    with pytest.raises(BadParameter, match=r"settings: activations\.local was None, now 4\. Give"):
+        run(Store.open(store, local=4), recipe, tmp_path)
+
+
 def test_heldout_photos_need_all_their_patches(store: Path, tmp_path: Path) -> None:
     other = written(tmp_path / "random", "random:16")
     given = ["-o", str(tmp_path / "sweep"), *SMALL, "--heldout", str(other)]
     assert "needs all patches" in told("sweep", str(store), *given, fails=BadParameter)
+    deeper = written(tmp_path / "deeper", "all", block=5)
+    given[-1] = str(deeper)
+    assert "after block 4 of tiny/tower" in told("sweep", str(store), *given, fails=BadParameter)
     assert not (tmp_path / "sweep").exists()
+
+
+def test_heldout_photos_that_were_harvested_anew_are_measured_anew(store: Path, tmp_path: Path) -> None:
+    other = written(tmp_path / "heldout", "all")
+    given = ["-o", str(tmp_path / "sweep"), *SMALL, "--expansions", "1", "--heldout", str(other)]
+    told("sweep", str(store), *given)
+    table = tmp_path / "sweep" / "table.csv"
+    before = table.read_text()
+    assert before.splitlines()[1].split(",")[before.splitlines()[0].split(",").index("rows")] == str(PHOTOS * PATCHES)
+    told("sweep", str(store), *given)
+    assert table.read_text() == before
+    written(other, "all", fingerprint="1", scale=2.0)
+    told("sweep", str(store), *given)
+    assert table.read_text() != before
 
 
 def test_the_papers_recipe_is_one_flag_away() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from time import monotonic
@@ -15,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from torino.errors import BadParameter
+from torino.errors import BadFile, BadParameter
 
 if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those who ask
     from PIL.Image import Image
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those wh
     from torino.judge.looking import Looking
     from torino.judge.names import ConceptName
     from torino.judge.sheet import Concept
+    from torino.photos import Photos
     from torino.sae import SAE
     from torino.vlm.towers import Tower
 
@@ -86,7 +88,7 @@ def concepts(
     wanted = _numbers(latents, loaded.latents)
     photos = open_photos(images, limit=limit)
     _enough(len(photos), keep)
-    if rank == "lift" and not photos[0].texts:
+    if rank == "lift" and not _said(photos):
         raise BadParameter(f"--rank lift takes names, and the photos of {images} have no captions or labels.")
     opened, other = _towers(loaded, tower, judge, judge_block, device)
     from torino.judge.looking import Looking
@@ -170,6 +172,15 @@ def _enough(photos: int, keep: int) -> None:
             f"The {keep} strongest photos of each concept are compared with the others, and there are {photos} in all. "
             f"Give more photos, or a smaller --keep."
         )
+
+
+def _said(photos: Photos) -> bool:
+    """Whether any photo has a caption or label; one that cannot be read has none."""
+    for index in range(len(photos)):
+        with suppress(BadFile, OSError):
+            if photos[index].texts:
+                return True
+    return False
 
 
 def _towers(sae: SAE, name: str, judge: str | None, judge_block: int | None, device: str) -> tuple[Tower, Tower | None]:

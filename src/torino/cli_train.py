@@ -91,11 +91,12 @@ def train(
         str | None, typer.Option(help="With --tower: a folder, parquet, webdataset tar, or HF dataset.")
     ] = None,
     block: Annotated[int | None, typer.Option(help="With --tower: the block that is tapped.")] = None,
-    tokens: Annotated[str, typer.Option(help="With --tower: cls, random:R or all.")] = "all",
+    tokens: Annotated[str | None, typer.Option(help="With --tower: cls, random:R or all." + _default("all"))] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --tower: the first images only.")] = None,
     buffer: Annotated[
-        int, typer.Option(min=1, help="With --tower: images whose rows are mixed with each other.")
-    ] = 128,
+        int | None,
+        typer.Option(min=1, help="With --tower: images whose rows are mixed with each other." + _default("128")),
+    ] = None,
     objective: Objective = "matryoshka",
     expansion: Annotated[float, typer.Option(help="Latents, as a multiple of the width of the rows.")] = 16,
     latents: Annotated[int | None, typer.Option(help="Number of latents, instead of --expansion.")] = None,
@@ -170,9 +171,15 @@ def train(
         precision=precision,
         seed=seed,
     )
-    place, world = _joined(device)
     if (store is None) == (tower is None) or (tower is None) != (images is None):
         raise BadParameter("Give a STORE, or both --tower and --images to train straight from a tower.")
+    for option, value in {"--block": block, "--tokens": tokens, "--limit": limit, "--buffer": buffer}.items():
+        if store is not None and value is not None:
+            raise BadParameter(
+                f"{option} goes with --tower; what {store} holds was chosen when it was harvested. Leave {option} out, "
+                "or harvest another store with it."
+            )
+    place, world = _joined(device)
     if store is not None:
         activations = _open_store(store, seed)
     else:
@@ -182,7 +189,8 @@ def train(
         assert tower is not None
         assert images is not None
         photos = open_photos(images, limit=limit)
-        activations = Stream(_tower(tower, block, place), photos, tokens=tokens, seed=seed, buffer=buffer)
+        opened = _tower(tower, block, place)
+        activations = Stream(opened, photos, tokens=tokens or "all", seed=seed, buffer=buffer or 128)
     with _shown(recipe.steps, world) as watch, _stopped(output, recipe, world):
         done = run(
             activations,
@@ -259,7 +267,7 @@ def sweep(
     wanted = _numbers("--expansions", expansions) or ()
     place, world = _joined(device)
     activations = _open_store(store, seed)
-    photos = None if heldout is None else _photos(heldout, activations.width)
+    photos, called = (None, "") if heldout is None else _photos(heldout, activations)
     with _shown(recipe.steps, world) as watch, _stopped(output, recipe, world):
         rows = run(
             activations,
@@ -267,7 +275,7 @@ def sweep(
             wanted,
             output,
             heldout=photos,
-            heldout_name=str(heldout),
+            heldout_name=called,
             device=place,
             world=world,
             watch=lambda expansion: watch(f"x{expansion:g}"),
@@ -294,6 +302,18 @@ def _recipe(paper: bool, **given: Any) -> Recipe:
     from torino.train.recipe import PAPER, Recipe
 
     told = {name: value for name, value in given.items() if value is not None}
+    kind = told["kind"]
+    useless = {
+        "l1": kind != "relu" and "only relu has a penalty",
+        "fractions": kind != "matryoshka" and "only matryoshka has levels",
+        "weights": kind != "matryoshka" and "only matryoshka has levels",
+        "k": kind == "relu" and "relu has no k; --l1 makes it sparser",
+        "k_start": kind == "relu" and "relu has no k; --l1 makes it sparser",
+        "anneal": "k_start" not in told and "k only falls with --k-start",
+    }
+    for name, why in useless.items():
+        if why and name in told:
+            raise BadParameter(f"--{name.replace('_', '-')} would do nothing with --objective {kind}: {why}.")
     if paper and told["kind"] != "matryoshka":
         raise BadParameter(f"--paper is a recipe for matryoshka, and --objective is {told['kind']}. Leave one out.")
     return Recipe(**{**(PAPER if paper else {}), **told})
@@ -336,15 +356,18 @@ def _tower(name: str, block: int | None, device: Any) -> Tower:
         return open_tower(name, block=block, device=device)
 
 
-def _photos(path: Path, width: int) -> Callable[[], Iterable[Any]]:
-    """The patches of the photos of a store, one after the other."""
+def _photos(path: Path, trained: Store) -> tuple[Callable[[], Iterable[Any]], str]:
+    """The patches of the photos of a store, one after the other, and what tells them from those of another."""
     store = _open_store(path, 0)
-    if store.settings.tokens != "all" or store.width != width:
+    here, there = store.settings, trained.settings
+    if here.tokens != "all" or (here.encoder, here.block, here.width) != (there.encoder, there.block, there.width):
         raise BadParameter(
-            f"--heldout needs all patches of photos, {width} wide; {path} holds {store.settings.tokens}, "
-            f"{store.width} wide. Harvest it with --tokens all, from the same tower."
+            f"--heldout needs all patches of photos, after block {there.block} of {there.encoder or 'the same tower'}, "
+            f"{there.width} wide; {path} holds {here.tokens}, after block {here.block} of "
+            f"{here.encoder or 'another tower'}, {here.width} wide. Harvest it with --tokens all, from the same tower."
         )
-    return lambda: (store.photo_rows(photo) for photo in range(store.settings.photos))
+    photos = [photo for photo in range(here.photos) if len(store.rows_of(photo))]  # some could not be opened
+    return lambda: (store.photo_rows(photo) for photo in photos), f"{here.data}, {here.digest}"
 
 
 # ---------------------------------------------------------------------- what is shown

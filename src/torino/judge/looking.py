@@ -6,10 +6,12 @@ from typing import Any, Protocol
 
 from PIL import Image
 
-from torino.errors import BadFile, BadParameter
+from torino.errors import BadFile, BadParameter, TorinoError
 from torino.images import Padding, as_seen, mean_colour, open_image, prepare
 from torino.judge.evidence import View, embedding_of
+from torino.photos import Gone, printable
 from torino.tokens import VisualTokens
+from torino.train.look import hash_of_tower
 from torino.vlm.towers import Tower
 
 
@@ -52,6 +54,7 @@ class Looking:
             "photos": self.photos.describe,
             "fingerprint": self.photos.fingerprint,
             "tower": str(self.tower.origin),
+            "weights": " ".join(hash_of_tower(tower) for tower in (self.tower, self.judge) if tower is not None),
             "padding": self.padding,
             "judge": f"{'CLS token' if judge.has_cls else 'mean of patches'} of {judge.origin}",
         }
@@ -61,21 +64,37 @@ class Looking:
         return len(self.photos)
 
     def views(self, start: int, stop: int) -> list[View | str]:
-        """Look at photos ``start`` to ``stop``; one that cannot be opened gives the sentence that says why."""
+        """Look at photos ``start`` to ``stop``; one that cannot be used gives the sentence that says why."""
         seen: list[View | str] = []
         opened: list[tuple[int, Image.Image]] = []
         for place, index in enumerate(range(start, min(stop, len(self)))):
             try:
                 opened.append((place, self._prepared(index)))
                 seen.append("")
+            except Gone:  # not the fault of this photo, nor of those after it
+                raise
             except BadFile as error:
-                seen.append(str(error))
-        pictures = [picture for _, picture in opened]
+                seen.append(printable(str(error)))
+            except OSError as error:  # of a caption beside it
+                seen.append(f"Photo {index} cannot be read: {error.strerror or error}.")
+        try:
+            views: list[View | str] = [*self._views([picture for _, picture in opened])]
+        except TorinoError:  # which of them was it?
+            views = [self._alone(picture) for _, picture in opened]
+        for (place, _), view in zip(opened, views, strict=True):
+            seen[place] = view
+        return seen
+
+    def _views(self, pictures: list[Image.Image]) -> list[View]:
         tokens = self._look(self.tower, pictures)
         embeddings = tokens if self.judge is None else self._look(self.judge, pictures)
-        for (place, _), mine, theirs in zip(opened, tokens, embeddings, strict=True):
-            seen[place] = View(mine, embedding_of(theirs))
-        return seen
+        return [View(mine, embedding_of(theirs)) for mine, theirs in zip(tokens, embeddings, strict=True)]
+
+    def _alone(self, picture: Image.Image) -> View | str:
+        try:
+            return self._views([picture])[0]
+        except TorinoError as error:
+            return str(error)
 
     @staticmethod
     def _look(tower: Tower, pictures: list[Image.Image]) -> list[VisualTokens]:
@@ -93,7 +112,9 @@ class Looking:
         for index in range(len(self)):
             try:
                 said.append(tuple(self.photos[index].texts))
-            except BadFile:  # listed when it was looked at
+            except Gone:
+                raise
+            except (BadFile, OSError):  # listed when it was looked at
                 said.append(())
         return said
 

@@ -87,7 +87,7 @@ def write_page(
         "%TITLE%": html.escape(title or "Concepts"),
         "%LEAD%": html.escape(LEAD),
         "%FACTS%": _facts(sae, evidence, len(shown)),
-        "%DATA%": json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("</", "<\\/"),
+        "%DATA%": json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     }.items():
         filled = filled.replace(mark, value)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from torino.errors import BadFile, BadParameter
 from torino.files import read_json
-from torino.photos.base import IMAGES, Gone, Photo, Photos, unreadable
+from torino.photos.base import IMAGES, Gone, Photo, Photos, printable, unreadable
 from torino.photos.folder import ImageFolder, walk
 from torino.photos.tables import Parquet, open_hub, open_saved
 from torino.photos.tars import Tars
 
-__all__ = ["Gone", "Photo", "Photos", "open_photos"]
+__all__ = ["Gone", "Photo", "Photos", "open_photos", "printable"]
 
 PARQUET = (".parquet", ".pq")
 ACCEPTED = (

@@ -62,7 +62,8 @@ class Photos(ABC):
     """
 
     def __init__(self, names: Sequence[str], fingerprint: str, describe: str, nearby: tuple[int, int] = (1, 1)) -> None:
-        self._names, self.fingerprint, self.describe, self.nearby = distinct(names), fingerprint, describe, nearby
+        self._names = distinct([printable(name) for name in names])
+        self.fingerprint, self.describe, self.nearby = fingerprint, printable(describe), nearby
 
     def __len__(self) -> int:
         """Return the number of photos."""
@@ -126,6 +127,11 @@ def hash_of(*parts: object) -> str:
     for part in parts:
         found.update(repr(part).encode() + b"\n")
     return found.hexdigest()[:32]
+
+
+def printable(name: str) -> str:
+    """A text that any file can hold: bytes of a file name that are no UTF-8 are written out."""
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
 
 
 def distinct(names: Sequence[str]) -> list[str]:

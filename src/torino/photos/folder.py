@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from torino.photos.base import Gone, Photo, Photos, as_lines, called, hash_of, limited
+from torino.photos.base import Gone, Photo, Photos, as_lines, called, hash_of, limited, printable
 
 
 class ImageFolder(Photos):
@@ -14,13 +14,14 @@ class ImageFolder(Photos):
 
     def __init__(self, top: Path, files: Iterable[tuple[str, int]], notes: set[str], limit: int | None) -> None:
         chosen, describe = limited(sorted(files), limit, called(top))
-        super().__init__([name for name, _ in chosen], hash_of("folder", *chosen), describe)
+        self._files = [name for name, _ in chosen]
+        super().__init__(self._files, hash_of("folder", *chosen), describe)
         self._top, self._notes = top, notes
-        parents = {os.path.dirname(name) for name in self._names}  # noqa: PTH120 (a million names)
+        parents = {os.path.dirname(name) for name in self._files}  # noqa: PTH120 (a million names)
         self._labelled = len(parents) > 1 and all(parent and "/" not in parent for parent in parents)
 
     def _photo(self, index: int) -> Photo:
-        name = self._names[index]
+        name = self._files[index]
         path = self._top / name
         if not self._top.is_dir():
             raise Gone(self._top)
@@ -28,8 +29,8 @@ class ImageFolder(Photos):
         if Path(name).with_suffix(".txt").as_posix() in self._notes:
             texts = as_lines(path.with_suffix(".txt").read_bytes())
         elif self._labelled:
-            texts = (path.parent.name,)
-        return Photo(name, path, texts)
+            texts = (printable(path.parent.name),)
+        return Photo(self._names[index], path, texts)
 
 
 def walk(top: Path) -> Iterator[tuple[str, int]]:

@@ -18,7 +18,7 @@ from uuid import uuid4
 from torch import Tensor
 
 from torino.errors import BadFile, BadParameter
-from torino.files import read_arrays, read_json, write_arrays, write_json
+from torino.files import read_arrays, read_json, write_arrays, write_json, write_whole
 
 FORMAT = "torino-training/1"
 LOCK = ".lock"
@@ -85,7 +85,11 @@ class Records:
     def finish(self, result: Mapping[str, Any]) -> None:
         """Note the result, and drop the checkpoints, which nothing can follow any more."""
         write_json(self.run, {**read_json(self.run), "result": _plain(result)})
-        for path in self.folder.glob("step-*.safetensors"):
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Drop what a finished run needs no more, also what one left that was killed while it finished."""
+        for path in [*self.folder.glob("step-*.safetensors"), *self.sae.glob(".sae.safetensors.*")]:
             path.unlink(missing_ok=True)
 
     def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
@@ -123,7 +127,11 @@ class Records:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):  # a line cut short by the kill
                 continue
-        self.log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+        def write(target: Path) -> None:
+            target.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+        write_whole(self.log, write)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

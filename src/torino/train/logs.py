@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any, Protocol
 
-from torino.errors import BadParameter
+from torino.errors import BadFile, BadParameter
 
 KINDS = ("tensorboard", "wandb")
 
@@ -28,17 +30,31 @@ class JsonLines:
     """``log.jsonl``: a line a report, there as soon as it is written."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)  # nothing is held back that closing would have to write
+        except OSError as error:
+            raise self._full(error) from error
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        line = (json.dumps({"step": step, **values}) + "\n").encode()
+        try:
+            if self._file.write(line) != len(line):  # a disk may take half a line before it is full
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
+        except OSError as error:
+            raise self._full(error) from error
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _full(self, error: OSError) -> BadFile:
+        return BadFile(
+            f"Cannot write {self._path}: {error.strerror or error}. See to the disk and give the same command again; "
+            "the run goes on from its last checkpoint."
+        )
 
 
 class TensorBoard:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torino.errors import BadParameter, TorinoError
 from torino.images import Padding, mean_colour, open_image, prepare
-from torino.photos import Gone, Photos
+from torino.photos import Gone, Photos, printable
 from torino.train.kinds import Skipped, TokenKind
 from torino.vlm.towers import Tower
 
@@ -110,13 +110,15 @@ class Looker:
         try:
             data = self.photos[index].data
             picture = prepare(open_image(data), self.padding, mean_colour(self.tower.processor))
-            (inputs,) = self.tower._process([picture])  # pyright: ignore[reportPrivateUsage]
+            (inputs,) = self.tower.process([picture])
         except (Gone, MemoryError, torch.OutOfMemoryError):  # not the fault of this photo
             raise
         except Exception as error:  # decoders and processors raise whatever they stumble over
             # where the photo lies on this machine is nobody's business who reads the store
             reason = (
-                _sentence(error).replace(str(data), self.names[index]) if isinstance(data, Path) else _sentence(error)
+                _sentence(error).replace(printable(str(data)), self.names[index])
+                if isinstance(data, Path)
+                else _sentence(error)
             )
             return Skipped(index, self.names[index], reason)
         return _Ready(index, inputs)
@@ -140,7 +142,7 @@ class Looker:
     @torch.no_grad()
     def _through(self, run: Sequence[_Ready]) -> list[Taken]:
         inputs = {key: torch.cat([photo.inputs[key] for photo in run]) for key in run[0].inputs}
-        tokens = self.tower._see(inputs, frozenset())  # pyright: ignore[reportPrivateUsage]
+        tokens = self.tower.see(inputs)
         patches = [
             self.kind.patches(len(each), self.names[photo.index], self.seed)
             for photo, each in zip(run, tokens, strict=True)
@@ -167,7 +169,7 @@ def _shape(photo: _Ready) -> object:
 
 
 def _sentence(error: Exception) -> str:
-    text = " ".join((str(error).strip() or type(error).__name__).split())
+    text = " ".join((printable(str(error)).strip() or type(error).__name__).split())
     return text if len(text) < 300 else text[:300] + "…"
 
 

@@ -118,7 +118,7 @@ class Tally:
 
 @torch.no_grad()
 def measure(sae: SAE, batches: Iterable[Tensor]) -> Measures:
-    """Measure a finished SAE, as it is used, on rows as the tower gives them."""
+    """Measure a finished SAE, as it is used, on rows as the tower gives them; a batch may be empty."""
     if sae.W_dec is None or sae.normalize != "none":
         raise BadParameter("Only an SAE with its decoder, and without normalisation of its own, can be measured.")
     device = sae.W_enc.device

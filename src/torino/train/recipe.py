@@ -115,14 +115,14 @@ class Recipe:
 
     def _check_levels(self) -> None:
         total = sum(self.fractions)
-        if not self.fractions or min(self.fractions) <= 0 or abs(total - 1) > 1e-6:
+        if not all(fraction > 0 for fraction in self.fractions) or not abs(total - 1) <= 1e-6:
             raise BadParameter(f"fractions must be positive and add up to 1, got {self.fractions}, sum {total:g}.")
         if self.weights is None:
             return
         if len(self.weights) != len(self.fractions):
             raise BadParameter(f"weights must be {len(self.fractions)} numbers, one a level, got {self.weights}.")
-        if min(self.weights) < 0 or not sum(self.weights) > 0:
-            raise BadParameter(f"weights must be 0 or more and not all 0, got {self.weights}.")
+        if not all(0 <= weight < math.inf for weight in self.weights) or not sum(self.weights) > 0:
+            raise BadParameter(f"weights must be numbers of 0 or more and not all 0, got {self.weights}.")
 
     def settled(self, width: int) -> Recipe:
         """Fill in what was left open, for rows of that width: the record that a run is saved and resumed with.
@@ -133,6 +133,8 @@ class Recipe:
         0.001
         """
         latents = self.latents or round(self.expansion * width)
+        if latents < 1:
+            raise BadParameter(f"expansion {self.expansion:g} of a width of {width} is no latent at all. Raise it.")
         most = max(self.k, self.k_start or 0)
         if self.kind != "relu" and latents < most:
             raise BadParameter(

@@ -136,8 +136,9 @@ class Store:
     def names(self) -> list[str]:
         """Names of the photos."""
         try:
-            lines = (self.folder / NAMES).read_text(encoding="utf-8").splitlines()
-            return [str(json.loads(line)) for line in lines]
+            # not splitlines, which also cuts at characters that a name may have
+            lines = (self.folder / NAMES).read_text(encoding="utf-8").split("\n")
+            return [str(json.loads(line)) for line in lines if line]
         except (OSError, ValueError) as error:
             raise BadFile(f"Cannot read {self.folder / NAMES} ({error}). Run torino harvest again.") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,9 +16,21 @@ from torino.images import Padding
 from torino.photos import Photos
 from torino.train.activations import Part, part_of
 from torino.train.kinds import Skipped
-from torino.train.look import Looker, Taken, calm, nothing_read
+from torino.train.look import Looker, Taken, calm, hash_of_tower, nothing_read
 from torino.train.order import Order, endless, key_of
 from torino.vlm.towers import Tower
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides on the rows of a stream, beside its seed: a run goes on only with the same."""
+
+    tower: str
+    fingerprint: str
+    tokens: str
+    padding: str
+    buffer: int
+    lane: int
 
 
 class Stream:
@@ -86,6 +99,13 @@ class Stream:
         origin, kind = self._looker.tower.origin, self._looker.kind.words
         data = self._looker.photos.describe
         return {"encoder": origin.encoder, "block": origin.block, "token_kind": kind, "data": data, "license": ""}
+
+    @cached_property
+    def settings(self) -> Settings:
+        """What tells these rows from others."""
+        look = self._looker
+        tower, photos = hash_of_tower(look.tower), look.photos.fingerprint
+        return Settings(tower, photos, look.kind.name, look.padding, self.buffer, self._lane)
 
     @cached_property
     def _per_photo(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torino.errors import BadTokens, TorinoError
+from torino.errors import BadParameter, BadTokens, TorinoError
 from torino.sae import SAE, Kind, SAECard
 from torino.tokens import check_matrix
 from torino.train.activations import Activations
@@ -226,10 +226,14 @@ def train(
     if activations.rows == 0:
         raise BadTokens("The activations are empty: there is no row to learn from. Harvest some first.")
     recipe = recipe.settled(activations.width)
+    if recipe.batch < world.size:
+        raise BadParameter(f"batch must be at least 1 row for each of {world.size} processes, got {recipe.batch}.")
     settings = {**recipe.facts(), **{f"activations.{key}": value for key, value in _origin(activations).items()}}
     with records.claimed() if world.first else nullcontext():
         told = records.begun(settings)
         if told is not None and "result" in told:
+            if world.first:
+                records.tidy()
             return Trained(records.sae, told["result"], already=True)
         state = records.load() if told is not None else None
         world.wait()  # all have looked before the first one writes
@@ -256,9 +260,11 @@ def train(
 
 def _origin(activations: Activations) -> dict[str, Any]:
     """Whatever tells these activations from others."""
-    told: Any = getattr(activations, "settings", None)  # of a store: its tower, photos and tokens
+    told: Any = getattr(activations, "settings", None)  # of a store or stream: its tower, photos and tokens
     settings = asdict(told) if is_dataclass(told) and not isinstance(told, type) else {}
     seen = {"width": activations.width, "rows": activations.rows, "order": getattr(activations, "seed", None)}
+    if (local := getattr(activations, "local", 1)) != 1:  # of a store that is read in pieces, in another order
+        seen["local"] = local
     return {**settings, **activations.facts, **seen}
 
 

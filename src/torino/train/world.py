@@ -81,8 +81,8 @@ def join(device: torch.device) -> World:
 
 
 def device_here(name: str) -> torch.device:
-    """The device of this process: ``auto`` is the GPU that torchrun meant for it, or the CPU."""
-    if name == "auto" and torch.cuda.is_available():
+    """The device of this process: ``auto`` is the GPU that torchrun meant for it, or the CPU; ``cuda`` is that GPU."""
+    if name in ("auto", "cuda") and torch.cuda.is_available():
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     device = device_of(name)
     if device.type == "cuda":

@@ -181,7 +181,7 @@ class Tower:
         list of VisualTokens
             On the device and in the dtype of the tower.
         """
-        return self._each(images, lambda inputs: self._see(inputs, needs), padding, batch)
+        return self._each(images, lambda inputs: self.see(inputs, needs), padding, batch)
 
     @torch.no_grad()
     def reduce(
@@ -212,7 +212,7 @@ class Tower:
         def see(inputs: Mapping[str, Tensor]) -> list[tuple[Tensor, Reduction]]:
             if inside is not None:
                 return self._see_inside(inputs, inside)
-            tokens = self._see(inputs, reducer.needs)
+            tokens = self.see(inputs, reducer.needs)
             plans = reducer.plan_batch(tokens)
             return [(plan.apply(image.patches, image.cls), plan) for image, plan in zip(tokens, plans, strict=True)]
 
@@ -235,7 +235,7 @@ class Tower:
             pictures = [open_image(source) for source in sources[start : start + batch]]
             pictures = [prepare(picture, padding, mean_colour(self.processor)) for picture in pictures]
             try:
-                for inputs in self._process(pictures):
+                for inputs in self.process(pictures):
                     seen.extend(see(inputs))
             except ValueError as error:  # TorinoError is one too; others are sizes that a tower was not made for
                 if isinstance(error, TorinoError):
@@ -243,8 +243,8 @@ class Tower:
                 raise TorinoError(f"{type(self.model).__name__} refused an image: {error}") from error
         return seen
 
-    def _process(self, pictures: Sequence[Any]) -> Iterator[dict[str, Tensor]]:
-        """Inputs of the tower; neighbours that come out in one shape, or are laid end to end, go together."""
+    def process(self, pictures: Sequence[Any]) -> Iterator[dict[str, Tensor]]:
+        """Inputs of the tower for prepared images; neighbours of one shape, or laid end to end, go together."""
         weight = next(self.model.parameters())
         run: list[dict[str, Tensor]] = []
         for picture in pictures:
@@ -260,7 +260,9 @@ class Tower:
             run.append(inputs)
         yield {key: torch.cat([each[key] for each in run]) for key in run[0]}
 
-    def _see(self, inputs: Mapping[str, Tensor], needs: frozenset[str]) -> list[VisualTokens]:
+    @torch.no_grad()
+    def see(self, inputs: Mapping[str, Tensor], needs: frozenset[str] = frozenset()) -> list[VisualTokens]:
+        """Run the tower on what :meth:`process` gave: the second half of :meth:`look`, for those who decode ahead."""
         if "image_grid_thw" in inputs:
             return self._see_packed(inputs["pixel_values"], inputs["image_grid_thw"], needs)
         pixels, shapes = inputs["pixel_values"], inputs.get("spatial_shapes")
