@@ -15,8 +15,8 @@ import torch
 from test_ask import _build, photo
 
 from torino import SAE, BadParameter, SAECard, UnknownName, VisualTokens
-from torino.bench import Bench, Plan, peak_memory, spread
-from torino.cli_bench import _settings
+from torino.bench import Bench, Plan, Row, peak_memory, spread
+from torino.cli_bench import _print, _settings
 from torino.cli_bench import bench as command
 from torino.evaluate.settings import FULL
 from torino.tokens import save_tokens
@@ -253,12 +253,37 @@ def test_the_command_prints_a_table(home: Path, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr()
     assert [row["label"] for row in told["rows"]] == ["Random", "ToMe"]
     assert "Random" in shown.out
-    assert "above floor" in shown.out
-    assert "first token" not in shown.out, "no model, no answers"
+    assert "above" in shown.out
+    assert "first" not in shown.out, "no model, no answers"
     assert "3 images of tokens.npz" in shown.out
     from torino.plots.charts import read_bench
 
     assert len(read_bench(home / "bench.json")) == 2
+
+
+def test_figures_are_whole_on_a_narrow_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"mean": 1234.5678, "std": 234.5678, "median": 1.0}
+    row = {
+        "label": "TORINO-M, an SAE of a long name (2,2)",
+        "tokens": 1192.25,
+        "module_ms": figures,
+        "peak_mb": 12345.6,
+    }
+    row |= {"floor_ms": figures, "above_floor_ms": 1234.5, "first_token_ms": figures, "answer_ms": figures}
+    protocol = {"images": 5, "distinct_images": 5, "warmups": 1, "source": "noise", "memory": "answer"}
+    _print({"rows": [row], "protocol": protocol, "notes": []})
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert all(text in shown for text in ("1,192.2", "1234.57 ± 234.57", "1,234.568", "1,234.50", "12,345.6"))
+
+
+def test_rows_of_several_saes_are_told_apart(home: Path) -> None:
+    found, _ = settings("torino-m,torino-m(k=3, delta=1)", "9", "1,1", saes={"a": small_sae(), "b": small_sae()})
+    labels = [Row(one, None).facts()["label"] for one in found]
+    assert "TORINO-M, a (1,1)" in labels
+    assert "torino-m(k=3, delta=1), b" in labels
+    with pytest.raises(BadParameter, match="Two SAEs are called 'sae'"):
+        run(home, "--sae", str(home / "sae"), "--sae", str(home / "." / "sae") + "/")
 
 
 def test_bad_input_gets_a_sentence(home: Path) -> None:

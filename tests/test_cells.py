@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from torino import SAE, BadParameter, make
 from torino.cli import app
+from torino.cli_report import _examples, _Shown
 from torino.evaluate.cells import cases
 from torino.evaluate.results import Run
 from torino.images import open_image
@@ -40,9 +43,9 @@ def test_a_run_keeps_what_it_is_asked_to(kept: Run, vlm: tuple[Any, Any], sae: S
     assert again.assigned.tolist() == case.cells[0].reduction.assigned.tolist()
 
 
-def test_by_default_the_first_of_each_task(kept: Run) -> None:
+def test_by_default_each_picture_once_and_the_tasks_in_turn(kept: Run) -> None:
     found = cases(kept, count=3)
-    assert [(case.task, case.index) for case in found] == [("one", "0"), ("two", "0"), ("one", "1")]
+    assert [(case.task, case.index) for case in found] == [("one", "0"), ("two", "0"), ("one", "2")]
     assert all(cell.setting.tier == "2,2" for case in found for cell in case.cells)
     assert found[0].cells[0].setting.method == "torino-m"
 
@@ -74,3 +77,24 @@ def test_figures_of_a_run(kept: Run, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*given, "--samples", "one:0,two:1", "--tier", "5"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["qualitative.png", "teaser.png"]
+
+
+def test_methods_are_called_as_in_the_tables(kept: Run) -> None:
+    (example,) = _examples(kept.folder, _Shown("5", ["torino-m", "divprune"], ["one:0"]))
+    assert [one.heading for one in example.shown] == ["TORINO_FB-M", "DivPrune"]
+
+
+def test_charts_are_drawn_where_the_pictures_data_is_gone(kept: Run, tmp_path: Path) -> None:
+    moved = tmp_path / "run"
+    shutil.copytree(kept.folder, moved)
+    facts = json.loads((moved / "run.json").read_text(encoding="utf-8"))
+    for task_ in facts["tasks"]:
+        task_["path"] = str(tmp_path / "gone" / task_["file"])
+    (moved / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    (moved / "scores.json").unlink(missing_ok=True)
+    given = ["plot", str(moved), "-o", str(tmp_path / "out"), "--format", "png"]
+    done = CliRunner().invoke(app, given, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["distribution.png"]
+    failed = CliRunner().invoke(app, [*given, "--kind", "qualitative"])
+    assert "one.tsv" in str(failed.exception)

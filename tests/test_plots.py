@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,21 @@ def test_boxes_reach_from_the_10th_to_the_90th_percentile(document: dict[str, An
     fixed = {**document, "tiers": [tier for tier in document["tiers"] if not tier["dynamic"]]}
     with pytest.raises(BadParameter, match="no dynamic setting"):
         distribution(fixed)
+
+
+def test_several_saes_are_named_in_the_legend(document: dict[str, Any]) -> None:
+    tiers = [
+        {**tier, "rows": [{**row, "tier": f"{tier['tier']} [{sae}]"} for row in tier["rows"]]}
+        for tier in document["tiers"][:3]
+        for sae in ("a$b$c", "none")
+    ]
+    (axes,) = distribution({**document, "tiers": tiers}).axes
+    legend = axes.get_legend()
+    said = [text.get_text() for text in legend.get_texts()]
+    assert said[0].startswith(r"$k=3,\ \delta=3$, a\$b\$c  (mean ")
+    assert said[1].startswith(r"$k=3,\ \delta=3$, no SAE  (mean ")
+    axes.figure.draw_without_rendering()
+    assert legend.get_window_extent().width <= axes.figure.bbox.width
 
 
 def test_points_are_the_documents(document: dict[str, Any]) -> None:
@@ -245,6 +261,20 @@ def test_the_teaser_tells_the_counts(examples: list[Example]) -> None:
         teaser(Example(examples[0].photo, "?", []))
 
 
+def test_long_questions_and_answers_do_not_widen_a_figure(examples: list[Example]) -> None:
+    talk = "word " * 200
+    shown = [replace(one, heading="TORINO_FB-M", answer=talk) for one in examples[0].shown[:1]]
+    example = replace(examples[0], question=talk, answer=f"{talk} too", shown=shown)
+    for figure in (teaser(example), qualitative([example] * 4)):
+        figure.draw_without_rendering()
+        assert figure.get_tightbbox().width <= figure.bbox.width / figure.dpi + 0.2
+    grid = qualitative([example] * 4)
+    assert r"TORINO$_\mathrm{FB}$-M" in texts(grid)
+    grid.draw_without_rendering()
+    counted, said = [one.get_window_extent() for one in grid.axes[0].texts]
+    assert counted.x1 < said.x0
+
+
 def test_figures_are_written_and_go_into_pages(document: dict[str, Any], tmp_path: Path) -> None:
     figure = accuracy(points_of([document]))
     files = save_figure(figure, tmp_path, "accuracy", ("png", "pdf", "svg"))
@@ -288,6 +318,7 @@ def test_the_command_draws_what_can_be_drawn(
     for words, said in (
         ([str(bench), "--kind", "pareto"], "no dynamic TORINO"),
         ([str(bench), "--kind", "cake"], "--kind must be of"),
+        ([str(bench), "--format", "gif"], "--format must be of"),
         ([str(tmp_path / "nothing")], "no run folder and no file"),
     ):
         failed = CliRunner().invoke(app(), ["plot", *words, "-o", str(tmp_path)])

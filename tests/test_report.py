@@ -17,25 +17,15 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from torino import BadFile, BadParameter
-from torino.evaluate.measure import counts_only, document_of, known_document, measure
+from torino.evaluate import BENCHMARKS
+from torino.evaluate.measure import counts_only, display, document_of, known_document, measure
 from torino.evaluate.report import write_report
 from torino.evaluate.results import open_run
 from torino.evaluate.run import Plan
-from torino.evaluate.settings import Setting, matched_settings
-from torino.evaluate.tables import choose_tables, layout, markdown, rows_of
+from torino.evaluate.settings import Setting, matched_settings, own_settings
+from torino.evaluate.tables import choose_tables, latex, layout, markdown, rows_of
 from torino.evaluate.tasks import Task, open_task
 
-NINE = {
-    "GQA": "GQA_TestDev_Balanced",
-    "MMBench_EN": "MMBench_DEV_EN",
-    "MMBench_CN": "MMBench_DEV_CN",
-    "MME": "MME",
-    "POPE": "POPE",
-    "ScienceQA": "ScienceQA_TEST",
-    "TextVQA": "TextVQA_VAL",
-    "VizWiz": "VizWiz",
-    "MMVet": "MMVet",
-}
 QUALITY = {"full": 0.95, "torino-m": 0.92, "torino-p": 0.9, "visionzip": 0.86, "prunesid": 0.87, "random": 0.72}
 METHODS = ["torino-p", "torino-m", "random", "visionzip", "prunesid"]
 DRAWS = 200
@@ -49,7 +39,7 @@ def pixel(number: int) -> str:
 
 def write_task(folder: Path, name: str, questions: int) -> Task:
     """A file in VLMEvalKit's layout whose right answers are Yes, A or word."""
-    path = folder / f"{NINE[name]}.tsv"
+    path = folder / f"{BENCHMARKS[name].files[0]}.tsv"
     options = ["A", "B"] if name in ("MMBench_EN", "MMBench_CN", "ScienceQA") else []
     said = name in ("MME", "POPE")
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -197,6 +187,21 @@ def test_tiers_stand_as_in_the_paper(document: dict[str, Any]) -> None:
     assert first == [
         "Random", "VisionZip", "PruneSID", "TORINO-P", "TORINO_FB-P", "TORINO-M", "TORINO_FB-M",
     ]  # fmt: skip
+
+
+def test_headings_of_tiers_where_there_are_several_saes(document: dict[str, Any]) -> None:
+    tiers = [{**document["tiers"][1], "tier": f"2,2 [{sae}]"} for sae in ("x64", "none")]
+    table = layout({**document, "tiers": tiers}, choose_tables(document))
+    assert [block.heading.partition(" %), ")[2] for block in table.blocks[1:]] == [
+        "(k, δ) = (2, 2), SAE x64",
+        "(k, δ) = (2, 2), no SAE",
+    ]
+    assert all(any(not line.ours for line in block.lines) for block in table.blocks)
+
+
+def test_specs_of_ones_own_are_told_apart() -> None:
+    made = own_settings(["torino-m(k=4, delta=2)", "torino-m(k=5, delta=1)", "prumerge(budget=64)"], ["s"])
+    assert len({display(one) for one in made}) == 3
 
 
 def test_best_and_second_by_the_digits_printed(document: dict[str, Any]) -> None:
@@ -366,6 +371,17 @@ def test_latex_is_whole_and_marks_as_many_as_the_table(document: dict[str, Any],
     assert r"TORINO\textsubscript{FB}-M" in text
     rows = [line for line in text.splitlines() if line.endswith(r"\\") and "&" in line]
     assert {line.count("&") for line in rows} == {3}
+
+
+def test_signs_of_latex_are_escaped(document: dict[str, Any]) -> None:
+    columns = [{"task": "GQA", "label": r"a_b^c~d{e}\f<g"}, *document["columns"][1:]]
+    text = latex(layout({**document, "columns": columns}), "50% & ~/llava_7b … #1", "tab:50% of_it")
+    assert r"a\_b\textasciicircum{}c\textasciitilde{}d\{e\}\textbackslash{}f\textless{}g" in text
+    assert r"\caption{50\% \& \textasciitilde{}/llava\_7b \dots{} \#1}" in text
+    assert r"\label{tab:50-of-it}" in text
+    assert r"\textit{Retain $\sim$217 tokens on average ($\downarrow$\,62 \%), (k, $\delta$) = (3, 3)}" in text
+    assert re.search(r"& \d+\.\d\d \{\\scriptsize\$\\pm\$ \d\.\d\d\} &", text)
+    assert text.isascii()
 
 
 def test_the_page_stands_alone_and_says_what_was_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,60 @@ def test_the_tower_looks_once(vlm: tuple[Any, Any], sae: SAE) -> None:
     assert len(calls) == 1
 
 
+class Reading:
+    """Reads a question for cdpruner, or fails at it."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def about(self, text: str) -> Reading:
+        if self.fails:
+            raise RuntimeError("too long")
+        return self
+
+    def add(self, host: Any, sight: Any, inputs: Any) -> Any:
+        (unit,) = sight.tokens
+        source = torch.Generator().manual_seed(1)
+        given = {"joint": torch.randn(16, 8, generator=source), "text": torch.randn(1, 8, generator=source)}
+        return replace(sight, tokens=(unit.with_(signals={**unit.signals, **given}),))
+
+
+def test_what_reads_the_question_may_fail_too(vlm: tuple[Any, Any]) -> None:
+    asked = [Asked(("t", "0"), "what is this ?", 2)]
+    reducers = {"full": None, "c": make("cdpruner(budget=5)")}
+    broken: Any = Reading(fails=True)
+    engine = Engine(*vlm, reducers, asking=broken)
+    done = [one for group in engine.answers([picture(1)], asked, lambda key, name: True) for one in group]
+    assert {one.setting: one.error for one in done} == {"full": "", "c": "RuntimeError: too long"}
+    engine = Engine(*vlm, reducers, asking=broken, on_error="stop")
+    with pytest.raises(TorinoError, match="failed with RuntimeError: too long"):
+        list(engine.answers([picture(1)], asked, lambda key, name: True))
+
+
+def test_what_is_asked_together_does_not_depend_on_what_is_missing(
+    vlm: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reducers = {
+        "full": None,
+        "c": make("cdpruner(budget=5)"),
+        "r": make("random(budget=6)"),
+        "s": make("scope(budget=7)"),
+    }
+    asking: Any = Reading()
+    engine = Engine(*vlm, reducers, asking=asking, batch=2, on_error="stop")
+    together: list[list[str]] = []
+    stock = engine._generate
+    monkeypatch.setattr(
+        engine, "_generate", lambda *given: together.append([part.setting for part in given[2]]) or stock(*given)
+    )
+    asked = [Asked(("t", "0"), "what is this ?", 2)]
+    list(engine.answers([picture(1)], asked, lambda key, name: True))
+    assert together == [["c", "r"], ["s", "full"]]
+    together.clear()
+    list(engine.answers([picture(1)], asked, lambda key, name: name in ("r", "full")))  # as after a crash
+    assert together == [["c", "r"], ["s", "full"]]
+
+
 # ---------------------------------------------------------------------- runs
 
 
@@ -316,6 +371,44 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     assert [row["n"] for row in read_records([tmp_path / "a.jsonl"])] == [1, 3]
 
 
+def test_a_start_that_was_cut_short_is_no_other_run(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
+    plan = Plan(["random"], dynamic=[], fixed=[5], seeds=1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".run.json.k2x.json").write_text(
+        "{", encoding="utf-8"
+    )  # as kill -9, or another part, leaves it
+    go(tmp_path / "run", [task(tmp_path, images=1)], vlm, sae, plan=plan)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(BadParameter, match="holds other things"):
+        go(tmp_path / "mine", [task(tmp_path, images=1)], vlm, sae, plan=plan)
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
+    with pytest.raises(BadParameter, match="Two tasks are called small"):
+        go(tmp_path / "run", [task(tmp_path, images=1)] * 2, vlm, sae)
+
+
+def test_two_processes_do_not_share_a_part(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    first = Records(tmp_path / "a.jsonl")
+    with pytest.raises(BadFile, match="Another process is adding to"):
+        Records(tmp_path / "a.jsonl")
+    first.close()
+    Records(tmp_path / "a.jsonl").close()
+
+
+def test_a_run_is_found_from_another_folder(
+    tmp_path: Path, vlm: tuple[Any, Any], sae: SAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tsv(tmp_path / "small.tsv", images=1)
+    monkeypatch.chdir(tmp_path)
+    plan = Plan(["random"], dynamic=[], fixed=[5], seeds=1)
+    go(tmp_path / "run", [open_task("small.tsv")], vlm, sae, plan=plan)
+    monkeypatch.chdir("/")
+    assert open_run(tmp_path / "run").scores()["small"]["full"].counts["answered"] == 2
+
+
 def test_other_arguments_are_another_run(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
     plan = Plan(["random"], dynamic=[], fixed=[5], seeds=1)
     tasks = [task(tmp_path, images=1)]
@@ -347,3 +440,26 @@ def test_the_command(tmp_path: Path, checkpoint: Path, sae: SAE) -> None:
     run = open_run(tmp_path / "run")
     assert {one.method for one in run.settings.values()} == {"full", "torino-m", "random"}
     assert len(list(run.rows())) == 3 * len(run.settings)
+
+
+def test_the_command_says_what_failed_and_what_is_wrong(tmp_path: Path, checkpoint: Path) -> None:
+    from typer.testing import CliRunner
+
+    from torino.cli import app
+
+    data = write_tsv(tmp_path / "small.tsv", images=1)
+    with data.open("a", encoding="utf-8") as file:
+        file.write("9\tnone [/b]\twhat ?\tword1\n")  # brackets are no markup
+    given = ["eval", "--model", str(checkpoint), "--tasks", str(data), "--methods", "random", "--seeds", "1"]
+    given += ["--device", "cpu", "--tiers"]
+    done = CliRunner().invoke(app, [*given, "99", "-o", str(tmp_path / "run")], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "none [/b]" in done.output
+    assert "2 answers failed" in done.output
+    for words, said in (
+        (["5", "-o", str(data)], "is a file"),
+        (["5,some", "-o", str(tmp_path / "x")], "--tiers takes"),
+    ):
+        failed = CliRunner().invoke(app, [*given, *words])
+        assert said in str(failed.exception)
+    assert not (tmp_path / "x").exists()

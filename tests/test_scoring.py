@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from http.client import IncompleteRead
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -63,6 +64,8 @@ CHOSEN = {
     "Not A, so B": "B",
     "A is wrong, C": "C",
     "It isn't C. It is D.": "D",
+    "the answer is b": "B",
+    "Answer: (a).": "A",
     # the article is no option
     "A man is riding a horse": "B",
     "A man": "B",
@@ -96,6 +99,10 @@ CHOSEN = {
     "Both A and C": None,
     "Neither A nor B": None,
     "a dog or a man": None,
+    "The answer is A or B": None,
+    "Answer: (A) and (C)": None,
+    "选 A 或 B": None,
+    "The U.S.A.": None,
     "E": None,
     "I cannot tell from the picture": None,
     "The answer is A. No, the answer is B": None,
@@ -152,6 +159,9 @@ SAID = {
     "No, yes is wrong": "no",
     "The image does not show a dog.": "no",
     "It isn't there": "no",
+    "**Yes**": "yes",
+    "Answer: 'no'": "no",
+    "“Yes”": "yes",
     "是的": "yes",
     "有": "yes",
     "不是": "no",
@@ -164,6 +174,8 @@ SAID = {
     "It cannot be determined; I cannot tell": None,
     "There is a dog": None,
     "yesterday": None,
+    "不知道": None,
+    "是否有狗？": None,
     "nothing": None,
     "It could be yes, it could be no": None,
 }
@@ -203,6 +215,10 @@ def test_answers_as_vqa_compares_them(text: str, want: str) -> None:
 
 
 # --- the rules -----------------------------------------------------------------------------------------------------
+
+
+def test_a_final_stop_is_no_difference_on_either_side() -> None:
+    assert scored(task("exact", sample("1", "3 p.m.")), i1="3 P.M.").value == 100
 
 
 def test_exact_match() -> None:
@@ -517,6 +533,15 @@ def test_a_judge_that_cannot_be_asked(server: Server, reply: Any, said: str) -> 
     server.replies = [reply]
     with pytest.raises(Unreachable, match=f"grader at .* could not be asked: .*{said}"):
         vet().score(ROWS, Judge(server.url, "grader", key="sesame", pause=0.01))
+
+
+def test_a_reply_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(*_: Any, **__: Any) -> Any:
+        raise IncompleteRead(b"{")
+
+    monkeypatch.setattr("torino.evaluate.judging.urlopen", cut)
+    with pytest.raises(Unreachable, match="IncompleteRead"):
+        vet().score(ROWS[:1], Judge("http://127.0.0.1:9", "grader", tries=2, pause=0.01))
 
 
 def test_no_server_at_all(server: Server) -> None:

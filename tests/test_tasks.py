@@ -347,6 +347,7 @@ def test_answers_in_a_cell() -> None:
     assert answers_of('["it\'s", "no"]') == ("it's", "no")
     assert answers_of("[{'answer': 'red', 'answer_confidence': 'yes'}]") == ("red",)
     assert answers_of("[exit]") == ("[exit]",)
+    assert answers_of("[{[]: 1}]") == ("[{[]: 1}]",)
     assert answers_of("") == answers_of("nan") == ()
     assert answers_of("__import__('os').getcwd()") == ("__import__('os').getcwd()",)  # a text, never run
 
@@ -378,6 +379,7 @@ def test_rotations_are_made_where_the_file_has_none(tmp_path: Path) -> None:
     ]
     assert [sample.answers[0] for sample in task] == ["B", "A", "C"]
     assert all(sample.options[sample.answers[0]] == "dog" for sample in task)
+    assert len(open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [choice("²")]))) == 3  # a digit that is no number
     named = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [choice("q")]))
     assert [sample.index for sample in named] == ["q", "q+1", "q+2"]
     assert {sample.group for sample in named} == {"q"}

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
+from torino.bars import phase_bars
 from torino.errors import BadParameter
 from torino.options import open_sae, split_pairs, split_words
 
@@ -96,28 +97,17 @@ def bench(
 
     plan = Plan(count, warmups, answers, max_new_tokens, seed)
     place = device_of(device)
-    saes = {_label(one): open_sae(one, device=place) for one in _named_saes(sae, model is None and tokens is None)}
+    saes: dict[str, Any] = {}
+    for one in _named_saes(sae, model is None and tokens is None):
+        if _label(one) in saes:
+            raise BadParameter(f"Two SAEs are called {_label(one)!r}, and their rows could not be told apart.")
+        saes[_label(one)] = open_sae(one, device=place)
     settings, notes = _settings(
         methods, budgets, dynamic, saes, with_model=model is not None, with_clip=clip is not None
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers
-        bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=errors,
-            transient=True,
-        )
-        shown: dict[str, Any] = {}
-
-        def progress(phase: str, done: int, total: int) -> None:
-            if phase not in shown:
-                shown[phase] = bars.add_task(phase, total=total)
-            bars.update(shown[phase], completed=done, total=total)
-
+        bars, progress = phase_bars(errors, transient=True)
         made = Bench(settings, saes, plan, progress)
         made.notes += notes
         if model is None:
@@ -131,7 +121,8 @@ def bench(
     _print(told)
     if output is not None:
         write_json(output, told)
-        out.print(f"Wrote {escape(str(output))}. Next: torino plot {escape(str(output))}", highlight=False)
+        told = f"Wrote {output}. Next: torino plot {output} -o figures"
+        out.print(escape(told), highlight=False, soft_wrap=True)
 
 
 def _named_saes(given: list[str] | None, bundled: bool) -> list[str]:
@@ -148,7 +139,7 @@ def _settings(
     methods: str, budgets: str, dynamic: str, saes: dict[str, Any], *, with_model: bool, with_clip: bool
 ) -> tuple[list[Setting], list[str]]:
     """What the options describe, and what was left out of 'all'."""
-    from torino.evaluate.settings import FULL, dynamic_settings, fixed_settings, own_settings, takes
+    from torino.evaluate.settings import FULL, dynamic_settings, fixed_settings, own_settings, read_budgets, takes
     from torino.reducers import get, names
 
     words, notes = split_words(methods), list[str]()
@@ -174,7 +165,7 @@ def _settings(
                 f"{one} groups patches by concepts, so say which SAE reads them: --sae FOLDER, --sae owner/repository, "
                 "or --sae raw for none."
             )
-    wanted = [] if budgets.strip() == "no" else [_budget(word) for word in split_words(budgets)]
+    wanted = read_budgets("--budgets", budgets)
     labels = list(saes)
     found = [
         *own_settings(specs, labels),
@@ -186,12 +177,6 @@ def _settings(
     if len(labels) > 1:
         found = [replace(one, label=f"{one.label}, {one.sae}") if one.sae else one for one in found]
     return [FULL, *found] if with_model else found, notes
-
-
-def _budget(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise BadParameter(f"--budgets takes whole numbers of tokens, such as 192,128,64, or 'no', got {word!r}.")
-    return int(word)
 
 
 def _on_tokens(made: Bench, path: Path | None, place: Any, bars: Progress) -> None:
@@ -277,16 +262,16 @@ def _print(told: dict[str, Any]) -> None:
         "tokens": lambda row: _number(row["tokens"]),
         "module, ms": lambda row: _spread(row["module_ms"]),
         "floor": lambda row: _mean(row["floor_ms"], 3),
-        "above floor": lambda row: _number(row["above_floor_ms"], 2),
-        "first token": lambda row: _mean(row["first_token_ms"], 1),
+        "above\nfloor": lambda row: _number(row["above_floor_ms"], 2),
+        "first\ntoken": lambda row: _mean(row["first_token_ms"], 1),
         "answer": lambda row: _mean(row["answer_ms"], 1),
         "peak MB": lambda row: _number(row["peak_mb"]),
     }
     table = Table(box=None, pad_edge=False)
-    table.add_column("method", no_wrap=True)
+    table.add_column("method", vertical="bottom", overflow="fold")  # gives way where the figures need the room
     filled = {name: cells for name, cell in columns.items() if any(cells := [cell(row) for row in rows])}
     for name in filled:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     for i, row in enumerate(rows):
         table.add_row(escape(row["label"]), *[cells[i] for cells in filled.values()])
     out.print(table)

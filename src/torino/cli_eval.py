@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.markup import escape
 
-from torino.errors import BadParameter
-from torino.options import share_of_work, split_pairs, split_words
+from torino.bars import phase_bars
+from torino.errors import BadFile, BadParameter
+from torino.options import open_sae, share_of_work, split_pairs, split_words
+
+if TYPE_CHECKING:  # torch is only fetched by those who evaluate
+    from torino.evaluate.results import Run
 
 errors = Console(stderr=True)
 EPILOG = (
@@ -79,7 +84,9 @@ def evaluate(
         if value not in accepted:
             raise BadParameter(f"{name} must be {' or '.join(accepted)}, got {value!r}.")
     part = share_of_work(shard)
-    from torino.evaluate.settings import default_methods
+    if output.exists() and not output.is_dir():
+        raise BadFile(f"--output {output} is a file. Give a folder for the run, new or begun earlier.")
+    from torino.evaluate.settings import default_methods, read_budgets
     from torino.evaluate.tasks import open_task
     from torino.reducers import get
     from torino.vlm.towers import local_name, transformers
@@ -87,19 +94,22 @@ def evaluate(
     local_name(model)
     words = split_words(methods)
     names = [word for word in words if "(" not in word]
-    if names == ["all"]:
-        names = [one for one in default_methods() if sae or not _reads_concepts(one)]
+    if "all" in names:
+        names = [one for one in default_methods(asking=clip is not None) if sae or not _reads_concepts(one)]
     for one in names:
         get(one)
     found = [open_task(one, data, prompts=cast(Any, prompts)) for one in split_words(tasks)]
     for task in found:
         for problem in task.problems[:3]:
-            errors.print(f"{task.name}: {problem}", style="yellow", highlight=False)
+            errors.print(escape(f"{task.name}: {problem}"), style="yellow", highlight=False)
         if len(task.problems) > 3:
-            errors.print(f"{task.name}: {len(task.problems)} rows skipped in all.", style="yellow", highlight=False)
+            told = f"{task.name}: {len(task.problems)} rows skipped in all."
+            errors.print(escape(told), style="yellow", highlight=False)
     if limit is not None:
         found = [task.take(limit, seed=0) for task in found]
-    transformers().logging.set_verbosity_error()
+    library = transformers()
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
     from torino.ask import open_vlm
     from torino.evaluate.run import Plan
     from torino.evaluate.run import evaluate as run
@@ -110,29 +120,16 @@ def evaluate(
         names,
         specs=[word for word in words if "(" in word],
         dynamic=split_pairs(dynamic) if any(one.startswith("torino-") for one in names) else (),
-        fixed=[] if tiers == "no" else [_budget(one) for one in split_words(tiers)],
+        fixed=read_budgets("--tiers", tiers),
         seeds=seeds,
     )
+    plan.first(list(saes))  # what cannot be planned is said before a large model is opened
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers
-        with errors.status(f"Opening {model} …"):
+        with errors.status(f"Opening {escape(model)} …"):
             opened, processor = open_vlm(model, device, dtype)
             asking = None if clip is None else open_clip_text(clip, device=device, dtype=dtype)
-        bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=errors,
-        )
-        shown: dict[str, Any] = {}
-
-        def progress(phase: str, done: int, total: int) -> None:
-            if phase not in shown:
-                shown[phase] = bars.add_task(phase, total=total)
-            bars.update(shown[phase], completed=done, total=total)
-
+        bars, progress = phase_bars(errors)
         with bars:
             finished = run(
                 output,
@@ -154,7 +151,20 @@ def evaluate(
                 arguments={"methods": methods, "dynamic": dynamic, "tiers": tiers, "seeds": seeds, "sae": sae},
                 progress=progress,
             )
-    errors.print(f"{len(finished.settings)} settings on {len(found)} tasks in {output}. Next: torino report {output}")
+    _tell_failures(finished)
+    told = f"{len(finished.settings)} settings on {len(found)} tasks in {output}. Next: torino report {output}"
+    errors.print(escape(told), soft_wrap=True)
+
+
+def _tell_failures(run: Run) -> None:
+    """Say how many questions have an error in the place of an answer, and the commonest reason."""
+    failed = Counter(str(row["error"]) for row in run.rows() if "error" in row)
+    if failed:
+        from torino.evaluate.results import PROBLEMS
+
+        why, times = failed.most_common(1)[0]
+        told = f"{failed.total():,} answers failed, see {run.folder / PROBLEMS}. {times:,} of them: {why}"
+        errors.print(escape(told), style="yellow", highlight=False, soft_wrap=True)
 
 
 def _reads_concepts(spec: str) -> bool:
@@ -167,7 +177,6 @@ def _saes(given: list[str], needed: bool, device: str) -> dict[str, Any]:
     """SAEs by label, in the order given."""
     from torino.concepts import RawEmbedding
     from torino.evaluate.settings import NO_SAE
-    from torino.sae import SAE
     from torino.vlm.towers import device_of
 
     if needed and not given:
@@ -182,11 +191,5 @@ def _saes(given: list[str], needed: bool, device: str) -> dict[str, Any]:
             label, path = (NO_SAE, "") if one in (NO_SAE, "raw") else (Path(one).name or one, one)
         if label in found:
             raise BadParameter(f"Two SAEs are called {label!r}. Write label=path to tell them apart.")
-        found[label] = RawEmbedding() if label == NO_SAE else SAE.load(path, device=device_of(device))
+        found[label] = RawEmbedding() if label == NO_SAE else open_sae(path, device=device_of(device))
     return found
-
-
-def _budget(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise BadParameter(f"--tiers takes whole numbers of tokens, such as 192,128,64, got {word!r}.")
-    return int(word)

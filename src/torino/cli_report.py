@@ -27,6 +27,7 @@ PLOT_EPILOG = (
     "[cyan]torino plot bench.json --format pdf -o figures[/] · "
     "[cyan]torino plot paper -o figures[/], of the paper's own tables"
 )
+FORMATS = ("png", "pdf", "svg")
 KINDS = ("distribution", "pareto", "accuracy", "latency", "qualitative", "teaser")
 CAPTIONS = {
     "accuracy": "Relative score against visual tokens, one line a method; bands are confidence intervals.",
@@ -124,6 +125,8 @@ def plot(
         if one not in KINDS:
             raise BadParameter(f"--kind must be of {', '.join(KINDS)}, got {one!r}.")
     kinds = split_words(formats)
+    if not kinds or not set(kinds) <= set(FORMATS):
+        raise BadParameter(f"--format must be of {', '.join(FORMATS)}, separated by commas, got {formats!r}.")
     from torino.plots import save_figure
 
     drawn, reasons = _draw(sources, wanted, _Shown(tier, split_words(methods or ""), split_words(samples or "")))
@@ -179,7 +182,7 @@ def _draw(sources: list[str], wanted: list[str], shown: _Shown) -> tuple[dict[st
                         "examples."
                     )
                 drawn[one] = plots.qualitative(examples) if one == "qualitative" else plots.teaser(examples[0])
-        except BadParameter as error:
+        except TorinoError as error:  # the data of a run is gone, among others; its charts can be drawn still
             reasons[one] = str(error)
     return drawn, reasons
 
@@ -217,16 +220,19 @@ def _examples(folder: Path, shown: _Shown) -> list[Any]:
     """Examples of what a run kept."""
     from torino.evaluate.cells import cases
     from torino.evaluate.judging import Judge
+    from torino.evaluate.measure import display
     from torino.evaluate.results import open_run
     from torino.plots import Example, Shown
 
     judge = Judge.from_environment(cache=folder / "grades.jsonl")
-    found = cases(open_run(folder), samples=shown.samples, tier=shown.tier, settings=shown.methods, judge=judge)
+    run = open_run(folder)
+    several = len(run.facts.get("saes", {})) > 1
+    found = cases(run, samples=shown.samples, tier=shown.tier, settings=shown.methods, judge=judge)
     return [
         Example(
             case.photo,
             case.question,
-            [Shown(cell.setting.label, cell.reduction, cell.answer, cell.right) for cell in case.cells],
+            [Shown(display(cell.setting, several), cell.reduction, cell.answer, cell.right) for cell in case.cells],
             case.answer,
             case.right,
         )
@@ -253,5 +259,5 @@ def _page_figures(document: dict[str, Any]) -> dict[str, str]:
                 continue
         return found
     except TorinoError as error:
-        errors.print(f"The page has no figures. {error}", style="yellow", highlight=False)
+        errors.print(escape(f"The page has no figures. {error}"), style="yellow", highlight=False)
         return {}

@@ -48,10 +48,11 @@ class Row:
     def facts(self) -> dict[str, Any]:
         """Everything, for JSON."""
         one = self.setting
-        label = f"{one.label} ({one.tier})" if one.dynamic and "," in one.tier else one.label
+        pair = one.tier.partition(" [")[0]  # where there are several SAEs, the label has this one already
+        label = f"{one.label} ({pair})" if one.dynamic and "," in pair else one.label
         module, floor = spread(self.module), spread(self.floor)
         return {
-            "label": one.spec if one.tier == "own" else label,
+            "label": label,
             "method": one.method,
             "spec": one.spec or "full",
             "sae": one.sae,

@@ -113,7 +113,7 @@ def cases(
     run : Run
         Made with ``keep``.
     samples : sequence of str
-        ``TASK:INDEX`` each; by default the first that was kept of each task, ``count`` in all.
+        ``TASK:INDEX`` each; by default the first about each picture that was kept, the tasks in turn, ``count`` in all.
     tier : str, optional
         Shows methods of one tier: ``2,2``, ``192``; by default that of (2, 2), else the first there is.
     settings : sequence of str
@@ -182,15 +182,21 @@ def _chosen(run: Run, tasks: Mapping[str, Task], samples: Sequence[str], count: 
                 raise BadParameter(f"The run did not keep the picture of {one}. Evaluate with a larger --keep.")
             yield name, index
         return
-    kept = {
-        name: [one.index for one in task if (place_of(run.folder, one.image.key) / PHOTO).is_file()]
-        for name, task in tasks.items()
-    }
+    kept = {name: _first_of_each(run, task) for name, task in tasks.items()}
     turns = ((name, indices[turn]) for turn in range(count) for name, indices in kept.items() if turn < len(indices))
     for number, one in enumerate(turns):
         if number == count:
             return
         yield one
+
+
+def _first_of_each(run: Run, task: Task) -> list[str]:
+    """The first question about each picture of a task that was kept."""
+    found: dict[str, str] = {}
+    for one in task:
+        if one.image.key not in found and (place_of(run.folder, one.image.key) / PHOTO).is_file():
+            found[one.image.key] = one.index
+    return list(found.values())
 
 
 def _mark(run: Run, task: Task, setting: str, index: str, judge: Grader | None) -> tuple[str, bool | None]:

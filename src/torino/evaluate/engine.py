@@ -163,8 +163,7 @@ class Engine:
             images = [prepare(open_image(picture), self.padding, self._colour) for picture in pictures]
             parts, failed = self._parts(images, open_[0])
         except Exception as error:
-            if self.on_error == "stop":
-                raise
+            self._stop_at(error)
             yield [
                 _failed(question.key, name, error)
                 for question in open_
@@ -175,12 +174,27 @@ class Engine:
         if keep is not None:
             self._keep(keep, images, open_[0], parts)
         for question in open_:
-            yield [_failed(question.key, name, error) for name, error in failed.items() if wanted(question.key, name)]
-            ready = [*parts, *self._by_question(images, question, wanted)]
-            for group in self._batches(ready):
+            asked_parts, lost = self._by_question(images, question)
+            yield [
+                _failed(question.key, name, error)
+                for name, error in {**failed, **lost}.items()
+                if wanted(question.key, name)
+            ]
+            for group in self._batches([*parts, *asked_parts]):
                 if any(wanted(question.key, part.setting) for part in group):
                     done = self._answer(images, question, group)
                     yield [answer for answer in done if wanted(answer.key, answer.setting)]
+
+    def _stop_at(self, error: Exception) -> None:
+        """Raise what went wrong, as a sentence, where that is asked for."""
+        if self.on_error == "skip":
+            return
+        if isinstance(error, TorinoError):
+            raise error
+        raise TorinoError(
+            f"The model failed with {type(error).__name__}: {error}. What was answered before is kept. To note such a "
+            "failure and go on, skip errors instead of stopping at them."
+        ) from error
 
     # ------------------------------------------------------------------ seeing
 
@@ -202,8 +216,7 @@ class Engine:
             try:
                 parts.append(self._part(name, reducer, sight, inputs, seen))
             except Exception as error:
-                if self.on_error == "stop":
-                    raise
+                self._stop_at(error)
                 failed[name] = error
         return parts, failed
 
@@ -231,18 +244,26 @@ class Engine:
             if self.reducers[part.setting] is not None:
                 keep.plan(part.setting, part.plans[0])
 
-    def _by_question(self, images: Sequence[Any], question: Asked, wanted: Callable[[Any, str], bool]) -> list[_Part]:
-        """Settings that choose by the question, which see the picture for this one alone."""
+    def _by_question(self, images: Sequence[Any], question: Asked) -> tuple[list[_Part], dict[str, Exception]]:
+        """Settings that choose by the question, which see the picture for this one alone.
+
+        Also those that have answered it already: without them the others would be batched in another way.
+        """
         parts: list[_Part] = []
+        failed: dict[str, Exception] = {}
         for name, reducer in self.reducers.items():
-            if reducer is None or not reducer.needs & ASKED or self.asking is None or not wanted(question.key, name):
+            if reducer is None or not reducer.needs & ASKED or self.asking is None:
                 continue
-            inputs = self._inputs(images, question)
-            begin = time.perf_counter()
-            sight = self.host.look(inputs, reducer.needs - ASKED)
-            sight = self.asking.about(question.text).add(self.host, sight, inputs)
-            parts.append(self._part(name, reducer, sight, inputs, time.perf_counter() - begin))
-        return parts
+            try:
+                inputs = self._inputs(images, question)
+                begin = time.perf_counter()
+                sight = self.host.look(inputs, reducer.needs - ASKED)
+                sight = self.asking.about(question.text).add(self.host, sight, inputs)
+                parts.append(self._part(name, reducer, sight, inputs, time.perf_counter() - begin))
+            except Exception as error:
+                self._stop_at(error)
+                failed[name] = error
+        return parts, failed
 
     # ------------------------------------------------------------------ answering
 
@@ -256,8 +277,7 @@ class Engine:
         try:
             return self._generate(images, question, group)
         except Exception as error:
-            if self.on_error == "stop":
-                raise
+            self._stop_at(error)
             if len(group) == 1:
                 return [_failed(question.key, group[0].setting, error)]
             return [answer for part in group for answer in self._answer(images, question, [part])]

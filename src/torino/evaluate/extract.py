@@ -8,7 +8,7 @@ a letter that leads or is announced goes before others. What stays unclear is No
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from unicodedata import normalize
 
 _SIGNS = ';/[]"{}()=+\\_-><@`,?!'
@@ -31,16 +31,19 @@ _MENDED = {
 _MENDED["somebody'd"] = "somebodyd"  # a slip of the official table, kept since scores are compared by it
 
 _UNSURE = ("sure", "certain", "clear", "know", "tell", "determine", "say", "able", "possible")
-_CHINESE_NO = re.compile(r"^(?:不|否|没有?|并非|错)")
-_CHINESE_YES = re.compile(r"^(?:是|有|对|正确)")
+_CHINESE_NO = re.compile(r"^(?:不(?!知道|清楚|确定|能确定|一定|好说)|否|没有?|并非|错)")
+_CHINESE_YES = re.compile(r"^(?:是(?!否)|有(?!没有)|对|正确)")
 
-_LETTER = re.compile(r"(?<![A-Za-z0-9'’])(?<![A-Za-z0-9]-)([A-Z])(?![A-Za-z0-9'’]|-[A-Za-z0-9])")
+_LETTER = re.compile(r"(?<![A-Za-z0-9'’])(?<![A-Za-z0-9]-)(?<![A-Z]\.)([A-Z])(?![A-Za-z0-9'’]|-[A-Za-z0-9])")
 _LEADING = re.compile(r"""^[\s("'*#<{【「\[]*([A-Za-z])(?:[ "'*」]*[).:,;>}\]】、。!?*]+|["'*」 ]*(?:\n|$))""")
-_CUE = re.compile(
+_ANNOUNCED = (
     r"(?:(?i:\b(?:answer|option|choice|choose|select|pick)(?:ed|s)?\b)"
     r"(?i:\s|[:*\"'(\[]|\b(?:is|are|be|would|should|the|correct|best|right|letter|option|choice|answer)\b){0,12}"
-    r"|(?:答案|选项|选择|应选|选)(?:\s|[是为应选:(\[【]){0,6})([A-Z])(?![A-Za-z0-9'’])"
+    r"|(?:答案|选项|选择|应选|选)(?:\s|[是为应选:(\[【]){0,6})"
 )
+_CUE = re.compile(_ANNOUNCED + r"([A-Z])(?![A-Za-z0-9'’])")
+_SMALL_CUE = re.compile(_ANNOUNCED + r"([a-z])[)\]】*\"'.。\s]*$")  # nothing follows, so it is not the article
+_BESIDE = re.compile(r"[)\]\"'*]*\s*(?:and|or|&|/|和|或|、)\s*[(\[\"'*]*([A-Z])(?![A-Za-z0-9'’])")
 _NOT_BEFORE = re.compile(
     r"(?i:(?:\bnot|n't|n’t|\bneither|\bnor|\brather than|\binstead of|\bexcept)\s+"
     r"(?:be\s+|a\s+|an\s+|the\s+|option\s+|answer\s+)*[(\"'*]*|(?:不是|不选|而非|并非|不应选)\s*[(（]?)$"
@@ -80,7 +83,8 @@ def yes_or_no(text: str) -> str | None:
     >>> [yes_or_no(text) for text in ("Yes, there is", "no.", "There is not any dog.", "I am not sure", "")]
     ['yes', 'no', 'no', None, None]
     """
-    words = _unmarked(normalize("NFKC", text).lower())
+    bare = re.sub(r"[*:“”…]", " ", normalize("NFKC", text).lower())  # marks that models set around the word
+    words = [word.strip("'‘’") for word in _unmarked(bare)]
     said = {"yes", "no"}.intersection(words)
     if len(said) == 1:
         return said.pop()
@@ -119,6 +123,10 @@ def option_of(text: str, options: Mapping[str, str]) -> str | None:
     if leading is not None:
         return leading
     announced = {match[1] for match in _CUE.finditer(text) if _chooses(text, match.start(1), texts)}
+    announced |= {match[1] for match in _beside(text) if _chooses(text, match.start(1), texts)}
+    small = _SMALL_CUE.search(text)
+    if small and small[1].upper() in texts and not announced:
+        announced = {small[1].upper()}
     if announced:
         return announced.pop() if len(announced) == 1 else None
     within = _texts_within(text, texts)
@@ -162,6 +170,13 @@ def _chooses(text: str, at: int, texts: Mapping[str, str]) -> bool:
         return False
     word = re.match(r"\s+([A-Za-z]\w+)", text[at + 1 :])
     return text[at] not in "AI" or word is None or _AFTER_OPTION.match(word[1]) is not None
+
+
+def _beside(text: str) -> Iterator[re.Match[str]]:
+    """Letters that stand beside one that is announced, as in ``the answer is A or B``."""
+    for match in _CUE.finditer(text):
+        if other := _BESIDE.match(text, match.end(1)):
+            yield other
 
 
 def _denied(text: str, at: int) -> bool:

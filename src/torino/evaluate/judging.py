@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
+from http.client import HTTPException
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, cast
@@ -191,7 +192,7 @@ class Judge:
                 reason = f"it answered {error.code} {error.reason}"
                 if error.code not in _AGAIN:
                     break
-            except (URLError, TimeoutError, ConnectionError) as error:
+            except (URLError, TimeoutError, ConnectionError, HTTPException) as error:
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
             except ValueError as error:
                 reason = f"its reply is not that of a chat ({error})"

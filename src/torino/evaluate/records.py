@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from torino.errors import BadFile
 
@@ -26,6 +26,7 @@ class Records:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._file = path.open("ab")
+            _alone(self._file, path)
             whole = _whole(path)
             if whole < path.stat().st_size:
                 self._file.truncate(whole)
@@ -87,6 +88,23 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise BadFile(f"{path}, line {number} is no JSON object. Remove that line; its answer is asked anew.")
     return cast(dict[str, Any], row)
+
+
+def _alone(file: IO[bytes], path: Path) -> None:
+    """Refuse a file that another process is adding to; both would ask the same questions."""
+    try:
+        from fcntl import LOCK_EX, LOCK_NB, flock
+    except ImportError:  # Windows
+        return
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise BadFile(
+            f"Another process is adding to {path}. Wait until it is done, or give each process a part of its own."
+        ) from error
+    except OSError:  # some network disks know no locks
+        return
 
 
 def _whole(path: Path) -> int:

@@ -147,6 +147,13 @@ def evaluate(
     part, parts = shard
     if not 0 <= part < parts:
         raise BadParameter(f"shard must be i of n with i from 0 to n - 1, got {part} of {parts}.")
+    called = [task.name for task in tasks]
+    twice = sorted({name for name in called if called.count(name) > 1})
+    if twice:
+        raise BadParameter(
+            f"Two tasks are called {twice[0]}, and their answers could not be told apart. Name each file once, or "
+            "rename one of them."
+        )
     labels = list(saes)
     first = plan.first(labels)
     facts = {
@@ -163,7 +170,12 @@ def evaluate(
         "hardware": _hardware(),
         "saes": {label: _about(sae) for label, sae in saes.items()},
         "tasks": [
-            task.facts() | {"kind": task.kind, "path": str(task.source), "max_new_tokens": _length(task, lengths)}
+            task.facts()
+            | {
+                "kind": task.kind,
+                "path": str(task.source.resolve()),  # the report may be made elsewhere
+                "max_new_tokens": _length(task, lengths),
+            }
             for task in tasks
         ],
         "settings": [setting.facts() for setting in first],
@@ -245,7 +257,8 @@ class _Worker:
                 key = samples[0].images[0].key
                 pictures = self._read(samples[0], missing, ids, done, key, records, problems)
                 if pictures is None:
-                    count += len(missing) * len(ids)
+                    count += sum((*q.key, one) not in done for q in missing for one in ids)
+                    self._tell(name, count, total)
                     continue
                 keeper = Keeper(place_of(self.folder, key)) if key in self.kept else None
                 for answers in engine.answers(pictures, asked, lambda q, one: (*q, one) not in done, keeper):
@@ -330,7 +343,11 @@ def _begin(folder: Path, facts: dict[str, Any]) -> None:
     """Write what the run is, or see that it is the one begun earlier."""
     file = folder / RUN
     if not file.is_file():
-        if folder.is_dir() and any(folder.iterdir()) and not (folder / ANSWERS).is_dir():
+        # another part of the work may just be writing this file, or a crash have left half of it
+        strange = folder.is_dir() and any(
+            one.name != RUN and not one.name.startswith(f".{RUN}.") for one in folder.iterdir()
+        )
+        if strange and not (folder / ANSWERS).is_dir():
             raise BadParameter(f"{folder} holds other things. Give a new or empty folder for the run.")
         write_json(file, facts)
         return

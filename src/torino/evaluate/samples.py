@@ -259,7 +259,7 @@ def answers_of(text: str) -> tuple[str, ...]:
         for parse in (json.loads, ast.literal_eval):
             try:
                 found = cast(list[Any], parse(text))
-            except (ValueError, SyntaxError):
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # what a cell may do to a parser
                 continue
             each = [cast(dict[str, Any], one).get("answer", "") if isinstance(one, dict) else one for one in found]
             return tuple(str(one) for one in each)

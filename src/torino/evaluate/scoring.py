@@ -145,8 +145,8 @@ Parts = dict[str, float]
 
 def exact_match(sample: Sample, text: str) -> tuple[float, str | None]:
     """1 if the answer is one of the right ones, but for case, spaces around it and a full stop (GQA)."""
-    said = text.strip().rstrip(".").strip().lower()
-    return float(any(said == answer.strip().lower() for answer in sample.answers)), said
+    said, *right = (one.strip().rstrip(".").strip().lower() for one in (text, *sample.answers))
+    return float(said in right), said
 
 
 def soft_accuracy(sample: Sample, text: str) -> tuple[float, str | None]:

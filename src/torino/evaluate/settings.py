@@ -107,9 +107,26 @@ def takes(method: str, parameter: str) -> bool:
     return is_dataclass(cls) and parameter in {one.name for one in fields(cls)}
 
 
-def default_methods() -> list[str]:
-    """All methods but those that wait for a question, which most models' towers cannot read."""
-    return [name for name in names() if not get(name).needs & {"joint", "text"}]
+def default_methods(*, asking: bool = False) -> list[str]:
+    """All methods; those that wait for a question only where something reads it, which most models' towers cannot."""
+    return [name for name in names() if asking or not get(name).needs & {"joint", "text"}]
+
+
+def read_budgets(option: str, text: str) -> list[int]:
+    """Budgets between commas, as an option of a command gives them; ``no`` is none.
+
+    Examples
+    --------
+    >>> read_budgets("--tiers", "192, 64"), read_budgets("--tiers", "no")
+    ([192, 64], [])
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if words == ["no"]:
+        return []
+    for word in words:
+        if not word.isdecimal() or int(word) < 1:
+            raise BadParameter(f"{option} takes whole numbers of tokens, such as 192,128,64, or 'no', got {word!r}.")
+    return [int(word) for word in words]
 
 
 def dynamic_settings(
@@ -189,7 +206,7 @@ def own_settings(specs: Sequence[str], saes: Sequence[str]) -> list[Setting]:
                 Setting(
                     id=_id(made.spec, label if len(saes) > 1 else None),
                     method=method,
-                    label=LABELS.get(method, method),
+                    label=made.spec,  # there may be several of one method
                     spec=made.spec,
                     tier="own" if budget is None else str(budget),
                     sae=label,

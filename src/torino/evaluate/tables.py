@@ -11,11 +11,30 @@ from typing import Any, Literal
 
 from torino.evaluate.measure import Document
 from torino.evaluate.paper import PaperRow, PaperTable, paper_table, table_names
+from torino.evaluate.settings import NO_SAE
 
 RELATIVE = "relative"
 Mark = Literal["", "best", "second"]
 PAIRS = ("3,3", "2,2", "1,1")
 """Tiers of the paper's dynamic tables, from many tokens to few."""
+
+
+TEX = {sign: f"\\{sign}" for sign in "&%#_${}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "–": "--",
+    "…": r"\dots{}",
+    "δ": r"$\delta$",
+    "ε": r"$\varepsilon$",
+    "×": r"$\times$",
+    "±": r"$\pm$",
+    "↓": r"$\downarrow$\,",
+}
+"""Signs that mean something else in LaTeX, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +115,21 @@ def paper_rows(table: PaperTable, tier: Mapping[str, Any]) -> list[PaperRow]:
     if table.setting == "fixed budget":
         return tiers.get(int(tier["tier"]), []) if str(tier["tier"]).isdecimal() else []
     counts = list(tiers)
-    place = PAIRS.index(tier["tier"]) if tier["tier"] in PAIRS and len(counts) == len(PAIRS) else None
+    pair = pair_of(str(tier["tier"]))[0]
+    place = PAIRS.index(pair) if pair in PAIRS and len(counts) == len(PAIRS) else None
     return [] if place is None else tiers[counts[place]]
+
+
+def pair_of(tier: str) -> tuple[str, str]:
+    """The pair (k, δ) of a dynamic tier, empty for others, and its SAE where the run has several.
+
+    Examples
+    --------
+    >>> pair_of("2,2"), pair_of("2,2 [x64]"), pair_of("192")
+    (('2,2', ''), ('2,2', 'x64'), ('', ''))
+    """
+    found = re.fullmatch(r"(\d+,\d+)(?: \[(.*)\])?", tier, re.DOTALL)
+    return (found[1], found[2] or "") if found else ("", "")
 
 
 def markdown(table: Layout) -> str:
@@ -119,7 +151,7 @@ def latex(table: Layout, caption: str, label: str) -> str:
     heads = " & ".join(["Method", *(_tex_heading(head) for head in table.columns.values())])
     rows: list[str] = []
     for block in table.blocks:
-        heading = _tex(block.heading).replace("~", r"$\sim$").replace("↓", r"$\downarrow$\,")
+        heading = _tex(block.heading).replace(r"\textasciitilde{}", r"$\sim$")
         rows += [
             r"    \midrule",
             r"    \rowcolor{gray!15}",
@@ -139,7 +171,7 @@ def latex(table: Layout, caption: str, label: str) -> str:
             r"\begin{table*}[t]",
             r"  \centering",
             rf"  \caption{{{_tex(caption)}}}",
-            rf"  \label{{{label}}}",
+            rf"  \label{{{re.sub('[^A-Za-z0-9:.-]+', '-', label)}}}",
             r"  \resizebox{\textwidth}{!}{%",
             rf"  \begin{{tabular}}{{l{'c' * (width - 1)}}}",
             r"    \toprule",
@@ -285,12 +317,10 @@ def _heading(tier: Mapping[str, Any]) -> str:
     removed = f"(↓{tier['removed']:.0f} %)" if tier["removed"] is not None else ""
     if not tier["dynamic"]:
         return f"Retain {tier['tokens']:.0f} tokens {removed}".strip()
-    pair = re.fullmatch(r"(\d+),(\d+)( no SAE)?", tier["tier"])
-    what = (
-        f"(k, δ) = ({pair[1]}, {pair[2]})" + (", no SAE" if pair[3] else "")
-        if pair
-        else "methods with specs of one's own"
-    )
+    pair, sae = pair_of(str(tier["tier"]))
+    what = f"(k, δ) = ({pair.replace(',', ', ')})" if pair else "methods with specs of one's own"
+    if sae:
+        what += ", no SAE" if sae == NO_SAE else f", SAE {sae}"
     return f"Retain ~{tier['tokens']:.0f} tokens on average {removed}, {what}".replace("  ", " ")
 
 
@@ -313,17 +343,13 @@ def _in_markdown(cell: Cell, ours: bool) -> str:
 
 
 def _in_latex(name: str, cell: Cell) -> str:
-    text = _tex(cell.text).replace("±", r"{\scriptsize$\pm$").replace("–", "--")
-    if "scriptsize" in text:
-        text += "}"
+    figure, apart, sd = _tex(cell.text).partition(r"$\pm$")
+    text = rf"{figure}{{\scriptsize$\pm${sd}}}" if apart else figure
     return {"best": rf"\textbf{{{text}}}", "second": rf"\underline{{{text}}}", "": text}[cell.mark]
 
 
 def _tex(text: str) -> str:
-    escaped = re.sub(r"([&%#_$])", r"\\\1", text)
-    for sign, command in (("δ", r"$\delta$"), ("ε", r"$\varepsilon$"), ("×", r"$\times$")):
-        escaped = escaped.replace(sign, command)
-    return escaped
+    return "".join(TEX.get(sign, sign) for sign in text)
 
 
 def _tex_label(label: str) -> str:

@@ -334,7 +334,7 @@ def _grouped(kind: Kind, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _first(index: str) -> str:
-    return str(int(index) % TURN) if index.isdigit() else index
+    return str(int(index) % TURN) if index.isdecimal() else index
 
 
 def rotations(sample: Sample) -> list[Sample]:
@@ -345,6 +345,6 @@ def rotations(sample: Sample) -> list[Sample]:
     for turn in range(len(letters)):
         options = dict(zip(letters, texts[turn:] + texts[:turn], strict=True))
         answer = letters[(right - turn) % len(letters)]
-        index = str(int(sample.index) + turn * TURN) if sample.index.isdigit() else f"{sample.index}+{turn}"
+        index = str(int(sample.index) + turn * TURN) if sample.index.isdecimal() else f"{sample.index}+{turn}"
         turned.append(replace(sample, index=index if turn else sample.index, options=options, answers=(answer,)))
     return turned

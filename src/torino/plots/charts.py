@@ -10,9 +10,11 @@ import numpy as np
 
 from torino.errors import BadFile, BadParameter
 from torino.evaluate.measure import Document
+from torino.evaluate.settings import NO_SAE
+from torino.evaluate.tables import pair_of
 from torino.files import read_json
 from torino.plots.points import Point
-from torino.plots.style import BLUE, GREEN, GRID, INK, ORANGE, PAGE, SOFT, look, new_figure, styled, typeset
+from torino.plots.style import BLUE, GREEN, GRID, INK, ORANGE, PAGE, SOFT, look, new_figure, plain, styled, typeset
 
 BENCH = "torino-bench/1"
 LINES: dict[str, Any] = {"torino-p": "-", "torino-m": (0, (3, 1.4))}
@@ -53,7 +55,7 @@ def distribution(document: Document, method: str | None = None) -> Any:
                 if task in row["tokens_by_task"]:
                     at = number + (place - (len(rows) - 1) / 2) * width
                     _box(axes, at, 0.72 * width, row["tokens_by_task"][task]["removed"], colours[place])
-        axes.set_xticks(range(len(tasks)), [columns[task] for task in tasks])
+        axes.set_xticks(range(len(tasks)), [plain(columns[task]) for task in tasks])
         axes.tick_params(axis="x", length=0)
         axes.set_xlim(-0.5, len(tasks) - 0.5)
         axes.set_ylim(top=100)
@@ -65,7 +67,7 @@ def distribution(document: Document, method: str | None = None) -> Any:
         from matplotlib.patches import Patch
 
         handles = [Patch(facecolor=colour, alpha=0.75, edgecolor=colour) for colour in colours]
-        axes.legend(handles, labels, ncols=len(rows), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        axes.legend(handles, labels, ncols=min(len(rows), 3), loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return figure
 
 
@@ -76,7 +78,7 @@ def pareto(points: Sequence[Point]) -> Any:
         raise BadParameter("There is no dynamic TORINO with a relative score to draw a Pareto plane of.")
     saes = sorted({(one.size, one.sae) for one in chosen})
     alone = len(saes) == 1
-    tiers = sorted({one.tier for one in chosen})
+    tiers = sorted({_tier(one) for one in chosen})
     sizes = {tier: 3.0 + 1.5 * place for place, tier in enumerate(tiers)}
     with styled():
         from matplotlib.lines import Line2D
@@ -94,7 +96,7 @@ def pareto(points: Sequence[Point]) -> Any:
                 axes.plot(x, y, color=colour, linestyle=line, linewidth=1.1, zorder=3)
                 for one in curve:
                     axes.plot(one.tokens, one.relative, color=colour, marker=VARIANTS[method], zorder=4,
-                              markersize=sizes[one.tier], markeredgecolor="white", markeredgewidth=0.5)  # fmt: skip
+                              markersize=sizes[_tier(one)], markeredgecolor="white", markeredgewidth=0.5)  # fmt: skip
                 if alone:
                     _ranges(axes, curve, colour)
         axes.grid()
@@ -105,7 +107,7 @@ def pareto(points: Sequence[Point]) -> Any:
         labels: list[str] = []
         if not alone:
             handles += [Line2D([], [], color=colour, linewidth=2) for colour in _shades(len(saes))]
-            labels += [sae for _, sae in saes]
+            labels += [plain(sae) for _, sae in saes]
         for method, line in LINES.items():
             colour = {"torino-p": BLUE, "torino-m": ORANGE}[method] if alone else SOFT
             handles.append(
@@ -119,7 +121,7 @@ def pareto(points: Sequence[Point]) -> Any:
                 Line2D([], [], color=SOFT, marker="o", linestyle="", markersize=sizes[tier], markeredgecolor="white")
                 for tier in tiers
             ]
-            labels += [f"$(k,\\delta)$ = ({tier.replace(',', ', ')})" for tier in tiers]
+            labels += [f"$(k,\\delta)$ = ({tier.replace(',', ', ')})" if "," in tier else tier for tier in tiers]
         handles.append(Line2D([], [], color=SOFT, linewidth=4, alpha=0.25))
         labels.append("frontier")
         axes.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=2.4)
@@ -144,7 +146,7 @@ def accuracy(points: Sequence[Point], level: float = 0.95) -> Any:
             line = sorted((one for one in points if _is(one, key, several)), key=lambda one: one.tokens)
             drawn = look(method, fixed, order)
             x, y = np.array([one.tokens for one in line]), np.array([one.relative for one in line])
-            named = typeset(label) + (f" ({sae})" if sae and method.startswith("torino-") else "")
+            named = typeset(label) + (f" ({plain(sae)})" if sae and method.startswith("torino-") else "")
             axes.plot(x, y, label=named, markersize=3.8, markeredgewidth=0.9, **drawn)
             if all(one.low is not None for one in line):
                 low, high = [one.low for one in line], [one.high for one in line]
@@ -242,10 +244,12 @@ def _box(axes: Any, at: float, width: float, spread: Mapping[str, float], colour
 
 
 def _pair(row: Mapping[str, Any]) -> str:
-    k, comma, delta = str(row["tier"]).removesuffix(" no SAE").partition(",")
-    named = f"$k={k},\\ \\delta={delta}$" if comma else str(row["label"])
-    mean = f"{named}  (mean {row['tokens']:.0f} tokens)"
-    return mean + (", no SAE" if str(row["tier"]).endswith("no SAE") else "")
+    pair, sae = pair_of(str(row["tier"]))
+    k, comma, delta = pair.partition(",")
+    named = f"$k={k},\\ \\delta={delta}$" if comma else plain(str(row["label"]))
+    if sae:
+        named += ", no SAE" if sae == NO_SAE else f", {plain(sae)}"
+    return f"{named}  (mean {row['tokens']:.0f} tokens)"
 
 
 def _shades(count: int) -> list[str]:
@@ -276,11 +280,16 @@ def _ranges(axes: Any, curve: Sequence[Point], colour: str) -> None:
 
 def _name_pairs(axes: Any, points: Sequence[Point]) -> None:
     """Write (k, δ) above the better variant of each tier."""
-    for tier in {one.tier for one in points}:
-        top = max((one for one in points if one.tier == tier), key=lambda one: one.relative)
-        text = f"({tier.replace(',', ', ').removesuffix(' no SAE')})"
+    for tier in {_tier(one) for one in points if pair_of(one.tier)[0]}:
+        top = max((one for one in points if _tier(one) == tier), key=lambda one: one.relative)
+        text = f"({tier.replace(',', ', ')})"
         place = (top.tokens, top.high if top.high is not None else top.relative)
         axes.annotate(text, place, (0, 5), textcoords="offset points", ha="center", fontsize=7, color=INK, zorder=6)
+
+
+def _tier(point: Point) -> str:
+    """The pair of a point, without its SAE, which a colour tells."""
+    return pair_of(point.tier)[0] or point.tier
 
 
 def _is(point: Point, key: tuple[str, str, bool, str], several: bool) -> bool:

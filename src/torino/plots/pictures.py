@@ -53,14 +53,14 @@ def qualitative(examples: Sequence[Example]) -> Any:
         raise BadParameter("All examples must show the same methods in the same order, since each has a row.")
     columns, rows = len(examples), len(headings) + 1
     side = min(1.75, (PAGE - 0.3) / columns)
+    width = max(16, round(side * 19))
+    asked = [textwrap.wrap(plain(one.question), width, max_lines=3, placeholder=" …") for one in examples]
     with styled():
-        figure = new_figure(0.3 + side * columns, (side + 0.24) * rows + 0.35)
+        figure = new_figure(0.3 + side * columns, (side + 0.24) * rows + 0.2 + 0.15 * max(map(len, asked)))
         figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02, wspace=0.02, hspace=0.01)
         grid = figure.subplots(rows, columns, squeeze=False)
         for column, example in enumerate(examples):
-            width = max(16, round(side * 19))
-            lines = textwrap.wrap(plain(example.question), width, max_lines=3, placeholder=" …")
-            grid[0][column].set_title("\n".join(lines), fontsize=8, pad=4)
+            grid[0][column].set_title("\n".join(asked[column]), fontsize=8, pad=4)
             _photo(grid[0][column], example, width)
             for row, shown in enumerate(example.shown, 1):
                 _kept(grid[row][column], example.photo, shown, width)

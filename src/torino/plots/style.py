@@ -112,9 +112,14 @@ def look(method: str, fixed: bool, order: Sequence[str]) -> dict[str, Any]:
     return {"color": _RIVALS[place % len(_RIVALS)], "marker": marker, "linestyle": "-", "linewidth": 1.0, "zorder": 3}
 
 
+def plain(text: str) -> str:
+    """A text that is no formula, whatever dollar signs it has."""
+    return text.replace("$", r"\$")
+
+
 def typeset(label: str) -> str:
     """A label with the index of TORINO_FB set low."""
-    named = re.sub(r"TORINO-([PM])_FB", r"TORINO_FB-\1", label)
+    named = re.sub(r"TORINO-([PM])_FB", r"TORINO_FB-\1", plain(label))
     return named.replace("TORINO_FB", r"TORINO$_\mathrm{FB}$")
 
 
