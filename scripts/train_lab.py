@@ -2,7 +2,8 @@ r"""Train the lab's language model and projector on the features of its tower, o
 
 Stages, each resumable; one that is done is skipped.
 
-1. ``features``: the pictures of the corpus go through the tower once; tokens of the tap block and questions are kept.
+1. ``features``: the pictures of the corpus go through the tower once; tokens of the tap block and questions are kept,
+   several sets of them for each picture, so that later passes ask other things.
 2. ``tokenizer``: a small BPE over the questions and answers.
 3. ``train``: projector and Llama, several questions after one picture, each blind to the others.
 4. ``check``: which kinds of questions about dev photos it answers, at the last checkpoint; may be run while it trains.
@@ -42,7 +43,9 @@ from torino.lab.tower import BLOCK, lab_tower
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARD = 100  # pictures a file of features
+SETS, TOGETHER = 4, 2  # sets of questions about a picture, and how many are asked in one pass
 PATCHES, WIDTH = 576, 384
+MOST = 1000  # more questions than any picture has
 PREFIX = "USER: "  # then the picture, then a new line and the question
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
 
@@ -75,15 +78,15 @@ def look(corpus: Corpus, work: Path, block: int) -> None:
         cls = np.empty((len(numbers), WIDTH), dtype=np.float16)
         told: list[object] = []
         with ThreadPoolExecutor(1) as ahead:
-            coming = [ahead.submit(corpus.__getitem__, number) for number in numbers]
+            coming = [ahead.submit(corpus.turns, number, SETS) for number in numbers]
             for first in range(0, len(numbers), 4):
                 examples = [later.result() for later in coming[first : first + 4]]
-                for place, seen in enumerate(tower.look([example.image for example in examples]), first):
+                for place, seen in enumerate(tower.look([turns[0].image for turns in examples]), first):
                     assert seen.cls is not None
                     tokens[place], cls[place] = seen.patches.half().numpy(), seen.cls.half().numpy()
                 told += [
-                    {"name": example.name, "questions": [asdict(question) for question in example.questions]}
-                    for example in examples
+                    {"name": turns[0].name, "sets": [[asdict(one) for one in turn.questions] for turn in turns]}
+                    for turns in examples
                 ]
         write_whole(work / "cls" / file.name, lambda target, cls=cls: _save_array(target, cls))
         write_whole(file, lambda target, tokens=tokens: _save_array(target, tokens))
@@ -103,10 +106,10 @@ def shards(work: Path) -> list[Path]:
     return sorted((work / "features").glob("*.npy"))
 
 
-def questions(work: Path) -> list[list[dict[str, str]]]:
-    """Questions of all pictures whose features are there, in order."""
+def questions(work: Path) -> list[list[list[dict[str, str]]]]:
+    """Sets of questions of all pictures whose features are there, in order."""
     return [
-        picture["questions"]
+        picture["sets"]
         for file in shards(work)
         for picture in json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))["pictures"]
     ]
@@ -130,7 +133,12 @@ def make_tokenizer(args: argparse.Namespace) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
-    texts = [f"USER: \n{q['text']} ASSISTANT: {q['answer']}" for picture in questions(args.work) for q in picture]
+    texts = [
+        f"USER: \n{q['text']} ASSISTANT: {q['answer']}"
+        for picture in questions(args.work)
+        for asked in picture
+        for q in asked
+    ]
     trainer = trainers.BpeTrainer(
         vocab_size=args.vocabulary, special_tokens=SPECIAL, min_frequency=3, show_progress=False
     )
@@ -151,6 +159,9 @@ class Reader(nn.Module):
 
     def __init__(self, vocabulary: int, args: argparse.Namespace) -> None:
         super().__init__()
+        # what the tower says is brought to mean 0 and variance 1 a channel; saved, that is part of the first layer
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("deviation", torch.ones(WIDTH))
         self.linear_1 = nn.Linear(WIDTH, args.width)
         self.linear_2 = nn.Linear(args.width, args.width)
         self.llama = LlamaForCausalLM(llama_config(vocabulary, args))
@@ -158,7 +169,7 @@ class Reader(nn.Module):
     def forward(self, pictures: Tensor, head: Tensor, text: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Hidden states of the text (B, T, width), after ``head`` and the pictures (B, 576, 384)."""
         embed = self.llama.get_input_embeddings()
-        seen = self.linear_2(nn.functional.gelu(self.linear_1(pictures)))
+        seen = self.linear_2(nn.functional.gelu(self.linear_1((pictures - self.mean) / self.deviation)))
         front = embed(head).expand(len(pictures), -1, -1)
         states = torch.cat([front, seen, embed(text)], 1)
         core = self.llama.model
@@ -209,6 +220,13 @@ def encode(tokenizer: Tokenizer, question: dict[str, str]) -> tuple[list[int], i
     return [*asked, *said, SPECIAL.index("</s>")], len(asked)
 
 
+def merged(tokenizer: Tokenizer, picture: list[list[dict[str, str]]], turn: int) -> list[tuple[list[int], int]]:
+    """Questions of one pass over a picture: those of some sets, none of them twice."""
+    sets = picture[turn * TOGETHER : (turn + 1) * TOGETHER]
+    different = {(one["text"], one["answer"]): one for asked in sets for one in asked}
+    return [encode(tokenizer, question) for question in different.values()]
+
+
 def pack(picture: list[tuple[list[int], int]], room: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Lay questions after one another until ``room`` tokens are full.
 
@@ -245,7 +263,15 @@ def collate(rows: list[tuple[Tensor, Tensor, Tensor, Tensor]], head: int) -> tup
     same = segment[:, :, None] == segment[:, None, :]
     seen[:, 0, front:, front:] = same.tril()
     positions = torch.cat([torch.arange(front).expand(len(text), -1), front + place], 1)
-    return text, positions, seen, target
+    segment = segment + MOST * torch.arange(len(text))[:, None]
+    return text, positions, seen, target, segment
+
+
+def loss_of(logits: Tensor, target: Tensor, segment: Tensor) -> Tensor:
+    """Every question counts the same: a yes as much as a caption of a dozen words."""
+    each = cross_entropy(logits, target, reduction="none")
+    _, place, count = segment.unique(return_inverse=True, return_counts=True)
+    return (each / count[place]).sum() / len(count)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -253,20 +279,21 @@ def train(args: argparse.Namespace) -> None:
     files = shards(args.work)
     arrays = [np.load(file, mmap_mode="r") for file in files]
     where = [(number, place) for number, array in enumerate(arrays) for place in range(len(array))]
-    asked = [[encode(tokenizer, question) for question in picture] for picture in questions(args.work)]
-    scale = 1 / float(np.stack([array[:4].astype(np.float32) for array in arrays[:50]]).std())
+    asked = [[merged(tokenizer, picture, turn) for turn in range(SETS // TOGETHER)] for picture in questions(args.work)]
+    some = np.concatenate([array[:4].astype(np.float32).reshape(-1, WIDTH) for array in arrays])
     torch.manual_seed(args.seed)
     model = Reader(tokenizer.get_vocab_size(), args)
     with torch.no_grad():
-        model.linear_1.weight.mul_(scale)  # tokens are not of unit size; the projector learns on from there
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim < 2]
-    adam = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}],
-        lr=args.rate,
-        betas=(0.9, 0.98),
-        fused=True,
-    )
+        model.mean.copy_(torch.from_numpy(some.mean(0)))
+        model.deviation.copy_(torch.from_numpy(some.std(0)))
+    # the matrices between layers learn faster with Muon; embeddings, norms and the projector stay with Adam
+    inner = [p for p in model.llama.model.layers.parameters() if p.ndim == 2]
+    known = {id(p) for p in inner}
+    outer = [p for p in model.parameters() if id(p) not in known]
+    optimisers = [
+        torch.optim.Muon(inner, lr=args.rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(outer, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    ]
     head = torch.tensor([tokenizer.encode(PREFIX).ids])
     say(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(where)} pictures, "
@@ -277,7 +304,8 @@ def train(args: argparse.Namespace) -> None:
     if checkpoint.exists():
         held = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(held["model"])
-        adam.load_state_dict(held["adam"])
+        for optimiser, state in zip(optimisers, held["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
         step = held["step"]
         say(f"going on from step {step}")
     model.train()
@@ -286,21 +314,25 @@ def train(args: argparse.Namespace) -> None:
     while step < args.steps:
         chosen = batch_numbers(step, args.batch, len(where), args.seed)
         generator = torch.Generator().manual_seed(args.seed * 7_919 + step)
-        rows = [pack(asked[n], args.room, torch.randperm(len(asked[n]), generator=generator)) for n in chosen]
+        turn = step * args.batch // len(where) % (SETS // TOGETHER)
+        coded = [asked[n][turn] for n in chosen]
+        rows = [pack(one, args.room, torch.randperm(len(one), generator=generator)) for one in coded]
         pictures = torch.from_numpy(np.stack([arrays[where[n][0]][where[n][1]] for n in chosen])).float()
-        text, positions, mask, target = collate(rows, head.shape[1])
-        for group in adam.param_groups:
-            group["lr"] = args.rate * pace(step, args.steps)
+        text, positions, mask, target, segment = collate(rows, head.shape[1])
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = args.rate * pace(step, args.steps)
         states = model(pictures, head, text, positions, mask)
         wanted = target >= 0
-        loss = cross_entropy(model.llama.lm_head(states[wanted]), target[wanted])
+        loss = loss_of(model.llama.lm_head(states[wanted]), target[wanted], segment[wanted])
         value = float(loss.detach())
         if not math.isfinite(value):
             raise SystemExit(f"The loss is {value} at step {step}. Lower --rate and go on from the checkpoint.")
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adam.step()
-        adam.zero_grad(set_to_none=True)
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
         step += 1
         running, count = running + value, count + 1
         if step % 25 == 0 or step == args.steps:
@@ -316,7 +348,8 @@ def train(args: argparse.Namespace) -> None:
             )
             running, count = 0.0, 0
         if step == args.steps or time.monotonic() - saved > 300:
-            state = {"model": model.state_dict(), "adam": adam.state_dict(), "step": step}
+            told = [optimiser.state_dict() for optimiser in optimisers]
+            state = {"model": model.state_dict(), "optimisers": told, "step": step}
             write_whole(checkpoint, lambda target, state=state: torch.save(state, target))
             saved = time.monotonic()
     say("")
@@ -358,10 +391,10 @@ def check(args: argparse.Namespace) -> None:
     head = torch.tensor([tokenizer.encode(PREFIX).ids])
     right: dict[str, list[bool]] = {}
     pictures = [one for file in shards(work) for one in np.load(file, mmap_mode="r")]
-    for picture, asked in zip(pictures, questions(work), strict=True):
+    for picture, (asked, *_) in zip(pictures, questions(work), strict=True):
         coded = [encode(tokenizer, question) for question in asked]
         row = pack(coded, sum(len(tokens) for tokens, _ in coded), torch.arange(len(coded)))
-        text, positions, mask, target = collate([row], head.shape[1])
+        text, positions, mask, target, _ = collate([row], head.shape[1])
         states = model(torch.from_numpy(np.array(picture)).float()[None], head, text, positions, mask)
         good = (model.llama.lm_head(states).argmax(-1) == target) | (target < 0)
         for number, question in enumerate(asked):
@@ -384,7 +417,11 @@ def save(args: argparse.Namespace) -> None:
     held = torch.load(args.work / "checkpoint.pt", weights_only=True)
     parts = {"linear_1": "multi_modal_projector.linear_1", "linear_2": "multi_modal_projector.linear_2"}
     state: dict[str, Tensor] = {}
-    for name, value in held["model"].items():
+    trained = dict(held["model"])
+    mean, deviation = trained.pop("mean"), trained.pop("deviation")
+    trained["linear_1.weight"] = trained["linear_1.weight"] / deviation
+    trained["linear_1.bias"] = trained["linear_1.bias"] - trained["linear_1.weight"] @ mean
+    for name, value in trained.items():
         first, _, rest = name.partition(".")
         if first in parts:
             state[f"{parts[first]}.{rest}"] = value.half()
@@ -414,7 +451,7 @@ def main() -> None:
     add("--vocabulary", type=int, default=2048, help="largest number of tokens (default: %(default)s)")
     add("--width", type=int, default=256, help="of the language model (default: %(default)s)")
     add("--layers", type=int, default=6, help="of the language model (default: %(default)s)")
-    add("--room", type=int, default=176, help="tokens of questions and answers a picture (default: %(default)s)")
+    add("--room", type=int, default=340, help="tokens of questions and answers a picture (default: %(default)s)")
     add("--steps", type=int, default=4500, help="of training (default: %(default)s)")
     add("--batch", type=int, default=8, help="pictures a step (default: %(default)s)")
     add("--rate", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")

@@ -446,3 +446,11 @@ def test_the_lab_benchmarks_go_as_they_are_and_by_key_words(tmp_path: Path) -> N
     score = task.score([{"index": "0", "prediction": "a puppy on grass"}])
     assert score.value == 50
     assert score.note == "judged by key words"
+
+
+def test_a_picture_may_be_asked_about_again(corpus: Corpus) -> None:
+    for index in range(0, 60, 7):
+        first, second, third = corpus.turns(index, 3)
+        assert first.questions == corpus[index].questions
+        assert first.image.tobytes() == second.image.tobytes() == third.image.tobytes()
+        assert len({first.questions, second.questions, third.questions}) > 1

@@ -30,8 +30,8 @@ ON_PHOTO = 0.6  # share of small shapes and signs that lie on a photo, the other
 SHARE = 0.35  # of the questions about such a picture that are about the photo below
 FAULTS = ("blurred", "dark")
 
-_Asked = tuple[Image.Image, tuple[Question, ...]]
-_Maker = Callable[[int, Random, Random], _Asked]
+_Ask = Callable[[Random], tuple[Question, ...]]
+_Maker = Callable[[int, Random], tuple[Image.Image, _Ask]]
 Given = tuple[str, Picture, Sequence[str]]
 """A photo: its name, its file or the bytes of it, its captions."""
 
@@ -102,8 +102,8 @@ class Corpus:
             "collage": self._collage,
             "small": self._small,
             "sign": self._sign,
-            "shapes": lambda _, draw, ask: _fitted(pictures.shapes(draw), ask),
-            "bars": lambda _, draw, ask: _fitted(pictures.bars(draw), ask),
+            "shapes": lambda _, draw: _fitted(pictures.shapes(draw)),
+            "bars": lambda _, draw: _fitted(pictures.bars(draw)),
         }
 
     def __len__(self) -> int:
@@ -114,11 +114,16 @@ class Corpus:
         return self._order[self._checked(index) % len(self._order)]
 
     def __getitem__(self, index: int) -> Example:
+        return self.turns(index, 1)[0]
+
+    def turns(self, index: int, count: int) -> list[Example]:
+        """One picture, asked about ``count`` times; the first time as ``corpus[index]``."""
         index = self._checked(index)
         kind = self.kinds(index)
         # what is drawn and what is asked have generators of their own: new questions leave the pictures as they are
-        image, questions = self._makers[kind](index, Random(f"{self.seed}:{index}"), Random(f"{self.seed}:{index}:ask"))
-        return Example(f"{kind}-{index}", image, questions)
+        image, ask = self._makers[kind](index, Random(f"{self.seed}:{index}"))
+        seeds = [f"{self.seed}:{index}:ask" + (f":{turn}" if turn else "") for turn in range(count)]
+        return [Example(f"{kind}-{index}", image, ask(Random(seed))) for seed in seeds]
 
     def photo(self, index: int) -> Image.Image:
         """A photo, upright in RGB, in its own size."""
@@ -136,15 +141,15 @@ class Corpus:
 
     # -------------------------------------------------------------- sorts of pictures
 
-    def _plain(self, index: int, _: Random, ask: Random) -> _Asked:
+    def _plain(self, index: int, _: Random) -> tuple[Image.Image, _Ask]:
         photo = self.shown(index)
         assert photo is not None
-        return self.square(photo), self._about(self.facts[photo], ask, "nothing")
+        return self.square(photo), lambda ask: self._about(self.facts[photo], ask, "nothing")
 
-    def _spoiled(self, _: int, draw: Random, ask: Random) -> _Asked:
+    def _spoiled(self, _: int, draw: Random) -> tuple[Image.Image, _Ask]:
         photo = draw.randrange(len(self._photos))
         fault = draw.choice(FAULTS)
-        return spoil(self.square(photo), fault, draw), self._about(self.facts[photo], ask, fault)
+        return spoil(self.square(photo), fault, draw), lambda ask: self._about(self.facts[photo], ask, fault)
 
     def _about(self, facts: Facts, ask: Random, fault: str) -> tuple[Question, ...]:
         asked = self.asker.ask(facts, ask)
@@ -152,23 +157,25 @@ class Corpus:
             asked = (*asked[:-1], Question("quality", "What is wrong with the photo?", fault))
         return asked
 
-    def _collage(self, _: int, draw: Random, ask: Random) -> _Asked:
+    def _collage(self, _: int, draw: Random) -> tuple[Image.Image, _Ask]:
         picture, cells = self.collages.make(draw)
-        return picture, fit(self.collages.ask(cells, ask), ask)
+        return picture, lambda ask: fit(self.collages.ask(cells, ask), ask)
 
-    def _small(self, _: int, draw: Random, ask: Random) -> _Asked:
-        return self._over(pictures.small, draw, ask)
+    def _small(self, _: int, draw: Random) -> tuple[Image.Image, _Ask]:
+        return self._over(pictures.small, draw)
 
-    def _sign(self, _: int, draw: Random, ask: Random) -> _Asked:
-        return self._over(pictures.signs, draw, ask)
+    def _sign(self, _: int, draw: Random) -> tuple[Image.Image, _Ask]:
+        return self._over(pictures.signs, draw)
 
-    def _over(self, make: Callable[[Image.Image | None, Random], pictures.Drawn], draw: Random, ask: Random) -> _Asked:
+    def _over(
+        self, make: Callable[[Image.Image | None, Random], pictures.Drawn], draw: Random
+    ) -> tuple[Image.Image, _Ask]:
         """Something drawn over a photo, or on plain ground, with questions about both."""
         if draw.random() >= ON_PHOTO:
-            return _fitted(make(None, draw), ask)
+            return _fitted(make(None, draw))
         photo = draw.randrange(len(self._photos))
         picture, asked = make(self.square(photo), draw)
-        return picture, fit([*self.asker.ask(self.facts[photo], ask, SHARE), *asked], ask)
+        return picture, lambda ask: fit([*self.asker.ask(self.facts[photo], ask, SHARE), *asked], ask)
 
     # -------------------------------------------------------------- small helpers
 
@@ -196,5 +203,5 @@ def spoil(image: Image.Image, fault: str, rng: Random) -> Image.Image:
     return ImageEnhance.Brightness(image).enhance(rng.uniform(0.22, 0.45))
 
 
-def _fitted(drawn: pictures.Drawn, rng: Random) -> _Asked:
-    return drawn[0], fit(drawn[1], rng)
+def _fitted(drawn: pictures.Drawn) -> tuple[Image.Image, _Ask]:
+    return drawn[0], lambda ask: fit(drawn[1], ask)
