@@ -1,10 +1,13 @@
 """How much TORINO itself costs, beside the one matrix product that it cannot do without.
 
 In one run, in turn: (a) the method as the paper describes it, dense latents, top-k, a comparison of all pairs and
-union-find; (b) a lone float32 matrix product of that size, the floor; (c) torino, whole and by stage.
+union-find; (b) a lone float32 matrix product of that size, the floor; (c) torino, whole and by stage. Then torino with
+the int8 screen beside the same floor.
 
     python benchmarks/core.py                                # prints the tables
     python benchmarks/core.py --write docs/performance.md    # and writes them into the page
+    python benchmarks/core.py --only screen --write docs/fast.md
+    python benchmarks/core.py --only screen --tokens rows/*.npy --sae ./my-sae   # other tokens, (photos, N, D) each
     python benchmarks/core.py --quick                        # small sizes, a few seconds
 """
 
@@ -16,12 +19,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from report import machine, parser, peak_extra_memory, ratio, table, time_repeatedly, time_side_by_side, write_section
 from torch import Tensor
 
 from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
+from torino.example import example_sae, example_tokens
+from torino.screen import Told, backend_for, quantise, screened, zero_for
 
 K, DELTA = 3, 3  # the paper's finest setting, and its most costly
 
@@ -43,6 +50,7 @@ class Setting:
         weight = torch.nn.functional.normalize(torch.randn(c, d, generator=random), dim=1)
         bias = 0.01 * torch.randn(c, generator=random)
         sae = SAE(weight, bias, kind="matryoshka", threshold=0.5, groups=(c // 4, c - c // 4), k=20)
+        sae.screen = "off"
         rows = next(r for r in range(int(n**0.5), 0, -1) if n % r == 0)
         return cls(VisualTokens(patches, (rows, n // rows)), sae)
 
@@ -171,11 +179,147 @@ def measure_length(d: int, c: int, lengths: list[int], rounds: int, seed: int) -
     return rows
 
 
+# ---------------------------------------------------------------------- the int8 screen
+
+
+@dataclass
+class Batch:
+    """Some images, and the SAE that reads them."""
+
+    name: str
+    images: list[VisualTokens]
+    sae: SAE
+
+    @property
+    def packed(self) -> Tensor:
+        """All patches."""
+        return torch.cat([image.patches for image in self.images])
+
+    def first(self, count: int) -> Batch:
+        """That many images; the same ones again where there are fewer."""
+        images = [self.images[i % len(self.images)] for i in range(count)]
+        return Batch(f"{self.name}, {_images(count)}", images, self.sae)
+
+    def whole(self, screen: str) -> Callable[[], object]:
+        """Tokens to reduced tokens."""
+        reducer = make(f"torino-m(k={K}, delta={DELTA})", sae=self.sae)
+        patches = [image.patches for image in self.images]
+
+        def run() -> object:
+            self.sae.screen = screen  # type: ignore[assignment]
+            return reducer.plan_batch(self.images).apply(patches)
+
+        return run
+
+    def survivors(self) -> Told:
+        """What the screen could not exclude."""
+        sae, backend = self.sae, backend_for(torch.device("cpu"))
+        if backend is None:
+            raise SystemExit("The screen needs onnxruntime: pip install torino[fast].")
+        v, _, _ = sae._enter(self.packed)
+        floor = torch.zeros(()) if sae.threshold is None else sae.threshold.clamp(min=0)
+        told: list[Told] = []
+        screened(
+            v, sae.W_enc, sae.b_enc, K, floor, quantise(sae.W_enc, sae.b_enc, zero_for(backend)), backend, told=told
+        )
+        return Told(*(torch.cat(parts) for parts in zip(*told, strict=True)))
+
+
+def _images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count} images"
+
+
+def real_photos(paths: list[Path]) -> list[Tensor]:
+    """Patch tokens of photos, (N, D) each: of the files, or the four bundled ones."""
+    if not paths:
+        return [tokens.patches.float() for tokens in example_tokens()]
+    photos: list[Tensor] = []
+    for path in sorted(paths):
+        array = np.load(path, mmap_mode="r")
+        photos += [torch.from_numpy(np.asarray(one, dtype=np.float32)) for one in array[: 40 - len(photos)]]
+    return photos
+
+
+def as_images(photos: list[Tensor]) -> list[VisualTokens]:
+    return [VisualTokens(one, (round(len(one) ** 0.5), len(one) // round(len(one) ** 0.5))) for one in photos]
+
+
+def lifted(photos: list[Tensor], d: int, c: int, seed: int) -> Batch:
+    """Real tokens in a wider space, by an orthonormal map; latents are unit differences of pairs of such tokens.
+
+    Of other photos, if there are any: with the tokens themselves in the latents more of them are close.
+    """
+    random = torch.Generator().manual_seed(seed)
+    rows = torch.cat(photos[8:] or photos)
+    lift = torch.linalg.qr(torch.randn(d, d, generator=random))[0][: rows.shape[1]]
+    one, other = (rows[torch.randint(len(rows), (c,), generator=random)] for _ in range(2))
+    weight = torch.nn.functional.normalize(
+        (one - other + 1e-3 * torch.randn(c, rows.shape[1], generator=random)) @ lift
+    )
+    sae = SAE(weight, b_dec=rows.mean(0) @ lift, kind="relu")
+    return Batch(f"real tokens lifted to {d:,} × {c:,}", as_images([one @ lift for one in photos[:8]]), sae)
+
+
+def isotropic(n: int, d: int, c: int, seed: int) -> Batch:
+    """Tokens and latents without any structure, the worst case."""
+    random = torch.Generator().manual_seed(seed)
+    weight = torch.nn.functional.normalize(torch.randn(c, d, generator=random))
+    photos = [torch.randn(n, d, generator=random) for _ in range(8)]
+    return Batch(f"isotropic noise, {d:,} × {c:,}", as_images(photos), SAE(weight, kind="relu"))
+
+
+def own_size(photos: list[Tensor], sae: SAE) -> Batch:
+    """Real tokens and an SAE that was trained on such tokens."""
+    return Batch(f"real tokens and SAE, {sae.width:,} × {sae.latents:,}", as_images(photos[:8]), sae)
+
+
+def measure_screen(batches: list[Batch], rounds: int) -> tuple[list[list[str]], list[list[str]]]:
+    """Both searches beside the lone product; and how many latents the screen leaves."""
+    times: list[list[str]] = []
+    left: list[list[str]] = []
+    for batch in batches:
+        x, sae = batch.packed, batch.sae
+        plain, fast = sae.top(x, K, screen="off"), sae.top(x, K, screen="int8")
+        same = torch.equal(plain.indices, fast.indices) and torch.equal(plain.values, fast.values)
+        out = torch.empty(len(x), sae.latents)
+        seconds = time_side_by_side(
+            {
+                "product": lambda: torch.mm(x, sae.W_enc.T, out=out),
+                "off": batch.whole("off"),
+                "int8": batch.whole("int8"),
+                "top": lambda: sae.top(x, K, screen="int8"),
+            },
+            rounds,
+        )
+        median = {name: f"{statistics.median(values) * 1e3:.1f}" for name, values in seconds.items()}
+        shares = [f"{ratio(seconds[name], seconds['product']):.3f}" for name in ("off", "int8", "top")]
+        times.append(
+            [batch.name, median["product"], median["off"], median["int8"], *shares, "yes" if same else "**no**"]
+        )
+        told = batch.survivors()
+        counts = told.survivors.double()
+        middle, most = counts.quantile(torch.tensor([0.5, 0.99]).double()).tolist()
+        spread = [f"{float(counts.mean()):.1f}", f"{middle:.0f}", f"{most:.0f}", f"{float(counts.max()):.0f}"]
+        left.append([batch.name, *spread, f"{int(told.plain.sum())} of {len(x):,}"])
+    return times, left
+
+
+def screen_verdicts(times: list[list[str]], memory: list[list[str]], wanted: list[str]) -> list[list[str]]:
+    """What was wanted of the screen, and whether it was met."""
+    rows = [(f"{row[0]}: whole, at most 0.5 of (b)", row[5], float(row[5]) <= 0.5) for row in times if row[0] in wanted]
+    rows += [("the same concepts as the plain search", "in all rows", all(row[-1] == "yes" for row in times))]
+    extra = float(memory[-1][1])
+    rows += [("extra memory beyond the int8 weights, under 32 MiB", f"{extra:.1f} MiB", extra < 32)]
+    return [[name, got, "met" if met else "**not met**"] for name, got, met in rows]
+
+
 def memory_of(what: str, n: int, d: int, c: int, seed: int) -> float:
     """Peak resident memory of a first call, MiB beyond tokens and weights; for a process of its own."""
     small = Setting.of(64, 64, 512, seed)  # loads scipy and the math library, whose code is not what is measured
     whole(small)()
     dense_top(small.sae, small.tokens.patches, K)
+    if what == "screen":
+        small.sae.top(small.tokens.patches, K, screen="int8")
     setting = Setting.of(n, d, c, seed)
     x, sae = setting.tokens.patches, setting.sae
     out = torch.zeros(n, c) if what == "product" else torch.empty(0)
@@ -183,17 +327,23 @@ def memory_of(what: str, n: int, d: int, c: int, seed: int) -> float:
         "product": lambda: torch.mm(x, sae.W_enc.T, out=out),
         "dense": lambda: dense_top(sae, x, K),
         "ours": whole(setting),
+        "screen": whole(setting),
     }
+    if what == "screen":  # the int8 weights are made before, in the SAE as they are in a folder
+        sae.screen = "int8"
+        sae.top(x[:1], K)
     return peak_extra_memory(tasks[what])
 
 
-def measure_memory(n: int, d: int, c: int, seed: int) -> list[list[str]]:
+def measure_memory(n: int, d: int, c: int, seed: int, only: tuple[str, ...]) -> list[list[str]]:
     """Each in a fresh process: memory that was used before and kept by the allocator would hide a peak."""
     names = {
         "product": "lone matrix product, into a buffer that is there (the library's own workspace)",
         "dense": "dense encode and top-k",
         "ours": "torino-m, tokens to reduced tokens",
+        "screen": "torino-m with the int8 screen, beyond the int8 weights too",
     }
+    names = {what: name for what, name in names.items() if what in only}
     rows = [["the N × C latents alone", f"{n * c * 4 / 2**20:.0f}"]]
     for what, name in names.items():
         command = [sys.executable, __file__, "--memory-of", what, *map(str, (n, d, c, seed))]
@@ -229,12 +379,25 @@ def verdicts(
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    arguments.add_argument("--only", choices=["core", "screen"], help="one of the two parts; both without it")
+    arguments.add_argument("--tokens", nargs="*", type=Path, default=[], help="real tokens, (photos, N, D) numpy files")
+    arguments.add_argument("--sae", type=Path, help="an SAE for them (default: the bundled one)")
     arguments.add_argument("--memory-of", nargs=5, help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.memory_of:
         what, *sizes = given.memory_of
         print(memory_of(what, *map(int, sizes)))
         return
+    for name in ("core", "screen"):
+        if given.only in (None, name):
+            text = (core if name == "core" else screen)(given)
+            # the figures of the screen have a page of their own, so one page may hold one of the two sections
+            if given.write and (given.only or f"<!-- {name}: begin -->" in given.write.read_text(encoding="utf-8")):
+                write_section(given.write, name, text)
+
+
+def core(given: argparse.Namespace) -> str:
+    """The plain search: all tables and what was wanted of them."""
     rounds, seed = (2, given.seed) if given.quick else (given.rounds, given.seed)
     n, d, sizes, lengths = (
         (64, 128, [2048], [64, 128]) if given.quick else (576, 1024, [65536, 4096], [576, 1152, 2304, 4608, 9216])
@@ -249,7 +412,7 @@ def main() -> None:
     for c, rows in by_size.items():
         title = f"{n} tokens × {d} wide × {c:,} latents, (k, δ) = ({K}, {DELTA})"
         add(title, table(["", "median ms", "best ms", "ratio to (b)"], rows))
-    memory = measure_memory(n, d, sizes[0], seed)
+    memory = measure_memory(n, d, sizes[0], seed, ("product", "dense", "ours"))
     add(f"Extra memory at {n} × {d} × {sizes[0]:,}, MiB beyond tokens and weights", table(["", "MiB"], memory))
     headings = [
         "(k, δ)",
@@ -270,8 +433,38 @@ def main() -> None:
     add(title, table(["tokens", "ms", "µs a token", "ratio to the floor"], growth))
     parts.insert(1, table(["Wanted", "Got", ""], verdicts(by_size[sizes[0]], memory, grouping, growth)))
     print(parts[1])
-    if given.write:
-        write_section(given.write, "core", "\n\n".join(parts))
+    return "\n\n".join(parts)
+
+
+def screen(given: argparse.Namespace) -> str:
+    """The int8 screen beside the plain search and the lone product."""
+    rounds, seed = (2, given.seed) if given.quick else (given.rounds, given.seed)
+    n, d, c, many = (576, 512, 2048, 2) if given.quick else (576, 1024, 65536, 8)
+    photos = real_photos(given.tokens)
+    sae = example_sae() if given.sae is None else SAE.load(given.sae, decoder=False)
+    real, own, noise = lifted(photos, d, c, seed), own_size(photos, sae), isotropic(n, d, c, seed)
+    batches = [batch.first(count) for batch in (real, own, noise) for count in (1, many)]
+    source = f"{len(photos)} photos of the files given" if given.tokens else "the four bundled photos"
+    parts = [
+        f"Measured by `benchmarks/core.py --only screen`, seed {seed}, median of {rounds} rounds in turn, k = {K}; "
+        f"real tokens: {source}. {machine()}."
+    ]
+
+    def add(title: str, made: str) -> None:
+        parts.extend([f"**{title}**", made])
+        print(f"**{title}**", made, sep="\n\n", flush=True)
+
+    times, left = measure_screen(batches, rounds)
+    headings = ["", "(b) ms", "plain ms", "int8 ms", "plain / (b)", "int8 / (b)", "`top` alone / (b)", "same"]
+    add("Tokens to reduced tokens; (b) is the lone float32 product", table(headings, times))
+    headings = ["", "mean", "median", "99 %", "most", "left to the plain search"]
+    add("Latents a token that the screen could not exclude", table(headings, left))
+    memory = measure_memory(n, d, c, seed, ("ours", "screen"))
+    add(f"Extra memory at {n} × {d} × {c:,}, MiB beyond tokens and weights", table(["", "MiB"], memory))
+    wanted = [batch.name for batch in batches[:4]]
+    parts.insert(1, table(["Wanted", "Got", ""], screen_verdicts(times, memory, wanted)))
+    print(parts[1])
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

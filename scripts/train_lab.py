@@ -194,6 +194,37 @@ def _last(layer: nn.Module, states: Tensor, start: int, mask: Tensor, turn: tupl
     return text + layer.mlp(layer.post_attention_layernorm(text))
 
 
+class Muon(torch.optim.Optimizer):
+    """Muon in float32: momentum made orthogonal by five Newton-Schulz steps, of the size an Adam step has.
+
+    torch's own rounds to bfloat16, which this kind of CPU has no instructions for.
+    """
+
+    def __init__(self, params: list[nn.Parameter], lr: float, decay: float) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                moment.lerp_(p.grad, 0.05)
+                turned = orthogonal(p.grad.lerp(moment, 0.95))
+                p.mul_(1 - group["lr"] * group["decay"])
+                p.add_(turned, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5)
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal rows or columns, nearly."""
+    wide = x.shape[0] <= x.shape[1]
+    y = (x if wide else x.T) / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = y @ y.T
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
+    return y if wide else y.T
+
+
 def llama_config(vocabulary: int, args: argparse.Namespace) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocabulary,
@@ -291,7 +322,7 @@ def train(args: argparse.Namespace) -> None:
     known = {id(p) for p in inner}
     outer = [p for p in model.parameters() if id(p) not in known]
     optimisers = [
-        torch.optim.Muon(inner, lr=args.rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        Muon(inner, lr=args.rate, decay=0.05),
         torch.optim.AdamW(outer, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
     ]
     head = torch.tensor([tokenizer.encode(PREFIX).ids])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torino.concepts import Concepts, Rank
 from torino.errors import BadFile, BadParameter, SAEMismatch
+from torino.screen import Keeper, Screen, screened
 from torino.strongest import SILENT, largest_row_norm, stable_top, strongest
 from torino.tokens import Origin, check_matrix
 
@@ -88,6 +89,11 @@ class SAE(nn.Module):
     ----------
     names : dict of int to str
         Words for latents, where ``torino concepts`` has found some: read from ``names.json`` beside the weights.
+    screen : {"auto", "int8", "off"}
+        How :meth:`top` searches where it is not told: by an int8 screen where that is faster, always, or never. The
+        answer is the same.
+    home : Path or None
+        The folder it was read from, where whole numbers for the screen are kept.
     """
 
     W_enc: Tensor
@@ -133,6 +139,9 @@ class SAE(nn.Module):
         self.register_buffer("W_dec", None if W_dec is None else _frozen(W_dec))
         self.register_buffer("threshold", self._read_threshold(threshold))
         self._norm: tuple[weakref.ref[Tensor], tuple[int, float], float] | None = None
+        self.screen: Screen = "auto"
+        self.home: Path | None = None
+        self._keeper = Keeper()
 
     def _read_threshold(self, threshold: float | Tensor | None) -> Tensor | None:
         if self.kind in ("relu", "topk"):
@@ -201,7 +210,9 @@ class SAE(nn.Module):
         return self.decode(self.encode(x)) * scale + shift
 
     @torch.no_grad()
-    def top(self, x: Tensor, k: int, *, rank: Rank = "activation", chunk: int | None = None) -> Concepts:
+    def top(
+        self, x: Tensor, k: int, *, rank: Rank = "activation", screen: Screen | None = None, chunk: int | None = None
+    ) -> Concepts:
         """Return the ``k`` strongest latents of each token and its peak score, exactly, in little memory.
 
         Parameters
@@ -212,10 +223,14 @@ class SAE(nn.Module):
         rank : {"activation", "pre-threshold"}
             What is ranked: the latents as :meth:`encode` gives them, or max(0, W v + b) before the threshold
             (or the SAE's own top-k) silences any of it.
+        screen : {"auto", "int8", "off"}, optional
+            Whether an int8 product screens the latents first; changes speed and memory, never the answer. Without it,
+            :attr:`screen`. "int8" and "auto" need ``pip install torino[fast]`` on a CPU; see ``docs/fast.md``.
         chunk : int, optional
             Latents scored at a time; changes memory and speed, never the answer.
         """
         _one_of("rank", rank, Rank)
+        how: Screen = _one_of("screen", self.screen if screen is None else screen, Screen)
         if not 1 <= k <= self.latents:
             raise BadParameter(f"k must be between 1 and the SAE's {self.latents} latents, got {k}.")
         if chunk is not None and chunk < 1:
@@ -226,9 +241,12 @@ class SAE(nn.Module):
         floor = self.threshold if gated and self.threshold is not None else self.W_enc.new_zeros(())
         with torch.autocast(x.device.type, enabled=False):
             v, _, _ = self._enter(x)
-            indices, values = strongest(
-                v, self.W_enc, self.b_enc, keep, floor.clamp(min=0), largest_norm=self._largest_norm(), chunk=chunk
-            )
+            encoder = (v, self.W_enc, self.b_enc, keep, floor.clamp(min=0))
+            ready = self._keeper.ready(self.W_enc, self.b_enc, self._state(), how, len(v), self.home)
+            if ready is not None:
+                indices, values = screened(*encoder, *ready, chunk=chunk)
+            else:
+                indices, values = strongest(*encoder, largest_norm=self._largest_norm(), chunk=chunk)
         if keep < k:
             indices = nn.functional.pad(indices, (0, k - keep), value=SILENT)
             values = nn.functional.pad(values, (0, k - keep))
@@ -248,12 +266,16 @@ class SAE(nn.Module):
             v = v / scale.clamp(min=torch.finfo(torch.float32).tiny)
         return (v - self.b_dec if self.center else v), shift, scale
 
-    def _largest_norm(self) -> float:
-        """The largest norm of an encoder row, worked out anew only when the weights have changed."""
+    def _state(self) -> tuple[int, float]:
+        """Equal to what it was before as long as the weights are."""
         weight = self.W_enc
         # edits through .data raise no version, so a few rows are looked at as well
         sample = float(weight[:: max(1, len(weight) // 16)].double().abs().sum())
-        key = (-1 if weight.is_inference() else weight._version, sample)
+        return -1 if weight.is_inference() else weight._version, sample
+
+    def _largest_norm(self) -> float:
+        """The largest norm of an encoder row, worked out anew only when the weights have changed."""
+        weight, key = self.W_enc, self._state()
         if self._norm is None or self._norm[0]() is not weight or self._norm[1] != key:
             self._norm = (weakref.ref(weight), key, largest_row_norm(weight))
         return self._norm[2]
@@ -293,6 +315,7 @@ class SAE(nn.Module):
                 card=self.card,
             )
         smaller.names = {latent: name for latent, name in self.names.items() if latent < size}
+        smaller.screen, smaller.home = self.screen, self.home
         return smaller
 
     def check_origin(self, origin: Origin, width: int) -> None:

@@ -194,7 +194,7 @@ def _screen(
         token, latent, score = _above(scores, m, rough[:, -1] if start else None)
         pool.append((token, latent + start, score))
         if turn & (turn - 1) == 0 or stop == latents or len(token) > n * m:
-            found, rough = _merge(found, rough, *[torch.cat(part) for part in zip(*pool, strict=True)])
+            found, rough = merge(found, rough, *[torch.cat(part) for part in zip(*pool, strict=True)])
             pool.clear()
     return found, rough
 
@@ -241,18 +241,19 @@ def _candidate_scores(
     open_ = ~(rough.double() < (least - 2.0**-22 * least.abs())[:, None]) & (candidates != SILENT)
     token, slot = open_.nonzero(as_tuple=True)
     scores = torch.full_like(rough, -torch.inf)
-    scores[token, slot] = _pair_scores(x, weight, bias, token, candidates[token, slot])
+    scores[token, slot] = pair_scores(x, weight, bias, token, candidates[token, slot])
     return scores
 
 
-def _pair_scores(x: Tensor, weight: Tensor, bias: Tensor, token: Tensor, latent: Tensor) -> Tensor:
+def pair_scores(x: Tensor, weight: Tensor, bias: Tensor, token: Tensor, latent: Tensor) -> Tensor:
     """The defining scores of pairs (token, latent): a float64 sum in an order that depends on D alone."""
     scores = x.new_empty(len(token))
     step = max(1, WORKSPACE // max(1, x.shape[1]))
+    product, factor = (x.new_empty(min(step, len(token)), x.shape[1], dtype=torch.float64) for _ in range(2))
     for start in range(0, len(token), step):
         t, j = token[start : start + step], latent[start : start + step]
-        product = weight[j].double().mul_(x[t])
-        scores[start : start + step] = (product.sum(1) + bias[j].double()).float()
+        terms = product[: len(t)].copy_(weight.index_select(0, j)).mul_(factor[: len(t)].copy_(x.index_select(0, t)))
+        scores[start : start + step] = (terms.sum(1) + bias[j].double()).float()
     return scores
 
 
@@ -288,13 +289,13 @@ def _search(
         if not len(token):
             continue
         latent = column + start
-        scores = _pair_scores(x, weight, bias, token, latent)
+        scores = pair_scores(x, weight, bias, token, latent)
         keep = scores > _of(floor, latent)
-        indices, values = _merge(indices, values, token[keep], latent[keep], scores[keep])
+        indices, values = merge(indices, values, token[keep], latent[keep], scores[keep])
     return indices, values
 
 
-def _merge(indices: Tensor, values: Tensor, token: Tensor, latent: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+def merge(indices: Tensor, values: Tensor, token: Tensor, latent: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Merge scored pairs into the ordered lists (N, k) of the tokens they belong to."""
     n, k = indices.shape
     held = torch.arange(n, device=token.device).repeat_interleave(k)

@@ -145,7 +145,7 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Versions of what the figures hang on."""
     found = {"python": platform.python_version()}
-    for package in ("torino", "torch", "transformers", "numpy", "scipy"):
+    for package in ("torino", "torch", "onnxruntime", "transformers", "numpy", "scipy"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

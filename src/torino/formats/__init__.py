@@ -41,6 +41,7 @@ def read_sae(source: str | Path, *, kind: Kind | None = None, decoder: bool = Tr
     stored = Stored(locate(source))
     sae = _reader(stored)(stored, decoder).build(stored.path, kind)
     sae.names = own.read_names(stored, sae.latents)
+    sae.home = stored.path.parent
     return sae
 
 

@@ -1,0 +1,92 @@
+"""Screen: the strongest latents, exactly, at a fraction of the cost of the float32 product.
+
+A product of 8-bit whole numbers finds candidates, a bound proves that no other latent can be among the strongest, and
+only the candidates are scored as :mod:`torino.strongest` defines it. ``docs/fast.md`` has the mathematics.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from torino.screen.products import Backend, Product, backend_for, product_by, zero_for
+from torino.screen.quantised import Quantised, quantise, quantised_of
+from torino.screen.search import Told, screened
+
+__all__ = [
+    "Backend",
+    "Keeper",
+    "Product",
+    "Quantised",
+    "Screen",
+    "Told",
+    "backend_for",
+    "product_by",
+    "quantise",
+    "quantised_of",
+    "screened",
+    "zero_for",
+]
+
+Screen = Literal["auto", "int8", "off"]
+
+PAYS_FROM = 1 << 23  # encoder weights below which the plain product is as fast
+PAYS_TOKENS = 16  # tokens at once below which it is
+MAKES_AFTER = 4096  # tokens after which the whole numbers have paid for their making
+
+
+class Keeper:
+    """Keeps the whole numbers of one SAE, and makes them anew when its weights have changed."""
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[Tensor] | None = None
+        self._state: object = None
+        self._held: Quantised | None = None
+        self._seen = 0
+
+    def __reduce__(self) -> tuple[type[Keeper], tuple[()]]:
+        """A copy of an SAE makes its own."""
+        return Keeper, ()
+
+    def ready(
+        self, weight: Tensor, bias: Tensor, state: object, screen: Screen, tokens: int, home: Path | None
+    ) -> tuple[Quantised, Backend] | None:
+        """What the screen needs, or None where the plain search is to be taken.
+
+        Parameters
+        ----------
+        weight, bias : Tensor
+            The encoder.
+        state : object
+            Equal to what it was as long as the weights are.
+        screen : {"auto", "int8", "off"}
+            "auto" takes the screen where it pays: a fast product, enough weights and tokens, and enough tokens read
+            with these weights to make up for the making of the whole numbers.
+        tokens : int
+            How many there are this time.
+        home : Path, optional
+            Folder of the SAE, see :func:`quantised_of`.
+        """
+        if screen == "off":
+            return None
+        if self._of is None or self._of() is not weight or self._state != state:
+            self._of, self._state, self._held, self._seen = weakref.ref(weight), state, None, 0
+        self._seen += tokens
+        if screen == "auto" and not pays(weight, tokens, self._seen, self._held is not None):
+            return None
+        backend = backend_for(weight.device)
+        if backend is None:
+            return None
+        if self._held is None:
+            self._held = quantised_of(weight, bias, home, zero_for(backend))
+        return self._held, backend
+
+
+def pays(weight: Tensor, tokens: int, seen: int, made: bool) -> bool:
+    """Tell whether the screen is faster: ``tokens`` this time, ``seen`` in all, ``made`` already."""
+    if weight.numel() < PAYS_FROM or tokens < PAYS_TOKENS or weight.device.type not in ("cpu", "cuda"):
+        return False
+    return made or seen >= MAKES_AFTER
