@@ -2,6 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+JOBS ?= 2  # processes of the tests
 STAMP := $(VENV)/.installed
 
 .PHONY: help setup demo test check format lint types bench clean
@@ -22,7 +23,7 @@ demo: $(STAMP) ## Install, then reduce the bundled photos and tell what happened
 	$(BIN)/torino reduce --explain 1
 
 test: $(STAMP) ## Install, then run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 format: $(STAMP) ## Put the code into house style
 	$(BIN)/ruff format .
