@@ -539,3 +539,15 @@ def test_the_bound_follows_weights_that_are_replaced_or_edited_through_data() ->
         assert sae._largest_norm() == pytest.approx(float(sae.W_enc.norm(dim=1).max()))
     sae.W_enc.data.mul_(7)
     assert sae._largest_norm() == pytest.approx(float(sae.W_enc.norm(dim=1).max()))
+
+
+def test_autocast_rounds_neither_latents_nor_tokens() -> None:
+    random = torch.Generator().manual_seed(0)
+    sae = SAE(torch.randn(20, 8, generator=random), W_dec=torch.randn(20, 8, generator=random))
+    x = torch.randn(5, 8, generator=random)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = sae.encode(x)
+        again = sae.reconstruct(x)
+    assert z.dtype == again.dtype == torch.float32
+    assert torch.equal(z, sae.encode(x))
+    assert torch.equal(again, sae.reconstruct(x))

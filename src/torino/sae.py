@@ -192,8 +192,9 @@ class SAE(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Return all latents, shape (..., C). For the strongest few, :meth:`top` needs far less memory."""
-        v, _, _ = self._enter(x)
-        z = torch.relu(v @ self.W_enc.T + self.b_enc)
+        with torch.autocast(x.device.type, enabled=False):  # near-ties decide what is active
+            v, _, _ = self._enter(x)
+            z = torch.relu(v @ self.W_enc.T + self.b_enc)
         if self.kind == "topk":
             assert self.k is not None
             index, value = stable_top(z, self.k)
@@ -202,7 +203,8 @@ class SAE(nn.Module):
 
     def decode(self, z: Tensor) -> Tensor:
         """Return the token that latents ``z`` of shape (..., C) stand for, in the space after ``normalize``."""
-        return z @ self._decoder() + self.b_dec
+        with torch.autocast(z.device.type, enabled=False):
+            return z @ self._decoder() + self.b_dec
 
     def reconstruct(self, x: Tensor) -> Tensor:
         """Encode, decode and undo the normalisation: the SAE's picture of ``x``, shape (..., D)."""
