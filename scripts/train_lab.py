@@ -174,24 +174,38 @@ class Reader(nn.Module):
         states = torch.cat([front, seen, embed(text)], 1)
         core = self.llama.model
         turn = core.rotary_emb(states, positions)
+        start = front.shape[1] + PATCHES
         for layer in core.layers[:-1]:
-            states = layer(states, attention_mask=mask, position_ids=positions, position_embeddings=turn)
-        return core.norm(_last(core.layers[-1], states, front.shape[1] + PATCHES, mask, turn))
+            states = one_layer(layer, states, start, mask, turn)
+        # nobody reads what the last layer would make of the picture
+        return core.norm(one_layer(core.layers[-1], states, start, mask, turn, text_alone=True))
 
 
-def _last(layer: nn.Module, states: Tensor, start: int, mask: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """The last layer for the text alone: nobody reads what it would make of the picture."""
+def one_layer(
+    layer: nn.Module, states: Tensor, start: int, mask: Tensor, turn: tuple[Tensor, Tensor], *, text_alone: bool = False
+) -> Tensor:
+    """A layer of the stock Llama, with attention in two parts: the picture to itself, the text to both.
+
+    What stands before ``start`` is plainly causal, for which there is a faster kernel; ``mask`` (B, 1, T, start + T)
+    says what the text sees.
+    """
     attend, normed = layer.self_attn, layer.input_layernorm(states)
+    asks = normed[:, start:] if text_alone else normed
     q, k, v = (
         part(given).unflatten(-1, (-1, attend.head_dim)).transpose(1, 2)
-        for part, given in ((attend.q_proj, normed[:, start:]), (attend.k_proj, normed), (attend.v_proj, normed))
+        for part, given in ((attend.q_proj, asks), (attend.k_proj, normed), (attend.v_proj, normed))
     )
     cos, sin = turn
-    q = apply_rotary_pos_emb(q, q, cos[:, start:], sin[:, start:])[0]
+    first = start if text_alone else 0
+    q = apply_rotary_pos_emb(q, q, cos[:, first:], sin[:, first:])[0]
     k = apply_rotary_pos_emb(k, k, cos, sin)[0]
-    seen = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, :, start:])
-    text = states[:, start:] + attend.o_proj(seen.transpose(1, 2).flatten(2))
-    return text + layer.mlp(layer.post_attention_layernorm(text))
+    sdpa = nn.functional.scaled_dot_product_attention
+    seen = sdpa(q if text_alone else q[:, :, start:], k, v, attn_mask=mask)
+    if not text_alone:
+        before = sdpa(q[:, :, :start], k[:, :, :start], v[:, :, :start], is_causal=True)
+        seen = torch.cat([before, seen], 2)
+    states = states[:, first:] + attend.o_proj(seen.transpose(1, 2).flatten(2))
+    return states + layer.mlp(layer.post_attention_layernorm(states))
 
 
 class Muon(torch.optim.Optimizer):
@@ -288,11 +302,8 @@ def collate(rows: list[tuple[Tensor, Tensor, Tensor, Tensor]], head: int) -> tup
     longest = int((segment >= 0).sum(1).max())
     text, segment, place, target = (part[:, :longest] for part in (text, segment, place, target))
     front = head + PATCHES
-    size = front + longest
-    seen = torch.zeros(len(text), 1, size, size, dtype=torch.bool)
-    seen[:, :, :, :front] = torch.ones(size, front, dtype=torch.bool).tril()
-    same = segment[:, :, None] == segment[:, None, :]
-    seen[:, 0, front:, front:] = same.tril()
+    seen = torch.ones(len(text), 1, longest, front + longest, dtype=torch.bool)
+    seen[:, 0, :, front:] = (segment[:, :, None] == segment[:, None, :]).tril()
     positions = torch.cat([torch.arange(front).expand(len(text), -1), front + place], 1)
     segment = segment + MOST * torch.arange(len(text))[:, None]
     return text, positions, seen, target, segment
@@ -477,14 +488,14 @@ def main() -> None:
     add("--work", type=Path, default=ROOT / "build/lab", help="folder for features and checkpoints")
     add("--output", type=Path, default=ROOT / "src/torino/data/lab", help="folder to save to")
     add("--stages", default="features,tokenizer,train,save", help="comma-separated (default: %(default)s)")
-    add("--length", type=int, default=12_000, help="pictures in the corpus (default: %(default)s)")
+    add("--length", type=int, default=10_000, help="pictures in the corpus (default: %(default)s)")
     add("--block", type=int, default=BLOCK, help="tap of the tower, zero-based (default: %(default)s)")
     add("--vocabulary", type=int, default=2048, help="largest number of tokens (default: %(default)s)")
     add("--width", type=int, default=256, help="of the language model (default: %(default)s)")
     add("--layers", type=int, default=6, help="of the language model (default: %(default)s)")
     add("--room", type=int, default=340, help="tokens of questions and answers a picture (default: %(default)s)")
-    add("--steps", type=int, default=4500, help="of training (default: %(default)s)")
-    add("--batch", type=int, default=8, help="pictures a step (default: %(default)s)")
+    add("--steps", type=int, default=7000, help="of training (default: %(default)s)")
+    add("--batch", type=int, default=4, help="pictures a step (default: %(default)s)")
     add("--rate", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of corpus, weights and order (default: %(default)s)")
     add("--threads", type=int, default=2, help="CPU cores (default: %(default)s)")
