@@ -33,18 +33,12 @@ from torino.images import open_image
 from torino.lab.collages import cover
 from torino.lab.corpus import read_photos
 from torino.lab.facts import read_facts
+from torino.lab.pictures import RGB, SIDE
 from torino.lab.tower import DEVIATION, MEAN, lab_tower
 
 ROOT = Path(__file__).resolve().parents[1]
-SIDE, PATCH, GRID = 336, 14, 24
-COLOURS = {
-    "red": (220, 30, 30),
-    "green": (30, 160, 40),
-    "blue": (40, 70, 220),
-    "yellow": (240, 220, 40),
-    "white": (245, 245, 245),
-    "black": (15, 15, 15),
-}
+PATCH, GRID = 14, 24
+COLOURS = {name: RGB[name] for name in ("red", "green", "blue", "yellow", "white", "black")}
 SHAPES = ("circle", "square", "triangle")
 WORDS = ("STOP", "EXIT", "CAFE", "TAXI", "BANK", "PARK", "HOTEL", "OPEN")
 THINGS = 10  # the most common of the captions

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torino.errors import BadFile
+from torino.evaluate.benchmarks import BENCHMARKS
 from torino.evaluate.measure import Document
 from torino.evaluate.page import page
 from torino.evaluate.paper import PaperTable
@@ -105,8 +106,10 @@ def statements(document: Document, table: Layout) -> list[str]:
         told.append(
             f"Relative scores leave out {', '.join(left)} where there is no score, or the baseline's is 0. {fewer}"
         )
-    elif len(document["columns"]) < 9:
-        told.append(f"Relative scores are over {len(document['columns'])} of the paper's nine benchmarks. {fewer}")
+    elif {column["task"] for column in document["columns"]} != set(BENCHMARKS):
+        tasks = [column["task"] for column in document["columns"]]
+        shared = sum(task in BENCHMARKS for task in tasks)
+        told.append(f"Relative scores are over {len(tasks)} task(s), {shared} among the paper's nine. {fewer}")
     if document["run"].get("limit"):
         told.append(f"Each task was cut to {document['run']['limit']:,} questions, drawn at random.")
     if table.papers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,14 @@ ASKED_OF_GENERATION = (
     "use_cache",
 )
 SAMPLING = ("temperature", "top_p", "top_k")
+
+
+def base_of(module: str, name: str) -> Any:
+    """The class that a kit's models derive from; without the kit a plain one, so that the guest can still be tried."""
+    try:
+        return getattr(import_module(module), name)
+    except ImportError:
+        return object
 
 
 def read_spec(text: str) -> str:

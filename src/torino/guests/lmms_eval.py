@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from torino.errors import BadParameter, TorinoError
-from torino.guests.answering import Guest, Turn, cut, interleaved
+from torino.guests.answering import Guest, Turn, base_of, cut, interleaved
 
 LONGEST = 1024  # tokens of an answer where a task says nothing, as for the kit's own LLaVA
 ACCEPTED = (
@@ -28,14 +28,7 @@ ACCEPTED = (
 )
 
 
-def _base() -> Any:
-    try:
-        return import_module("lmms_eval.api.model").lmms
-    except ImportError:
-        return object
-
-
-Base: Any = _base()
+Base: Any = base_of("lmms_eval.api.model", "lmms")
 
 
 class Torino(Base):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torino.errors import BadParameter, TorinoError
 from torino.evaluate.benchmarks import LETTER, LETTER_CHINESE
-from torino.guests.answering import Guest, Turn
+from torino.guests.answering import Guest, Turn, base_of
 
 PROMPTS = ("auto", "kit", "llava")
 LLAVA = ("llava", "llava_next")
@@ -23,14 +23,7 @@ LONGEST = 512  # tokens of an answer, as for the kit's own LLaVA
 DIRECTLY, DIRECTLY_CHINESE = "Answer the question directly.", "请直接回答问题。"
 
 
-def _base() -> Any:
-    try:
-        return import_module("vlmeval.vlm.base").BaseModel
-    except ImportError:
-        return object
-
-
-Base: Any = _base()
+Base: Any = base_of("vlmeval.vlm.base", "BaseModel")
 
 
 class Torino(Base):
