@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
 from torino.example import example_sae, example_tokens
-from torino.screen import Told, backend_for, quantise, screened, zero_for
+from torino.screen import Told, backend_for
 
 K, DELTA = 3, 3  # the paper's finest setting, and its most costly
 
@@ -213,15 +213,10 @@ class Batch:
 
     def survivors(self) -> Told:
         """What the screen could not exclude."""
-        sae, backend = self.sae, backend_for(torch.device("cpu"))
-        if backend is None:
+        if backend_for(torch.device("cpu")) is None:
             raise SystemExit("The screen needs onnxruntime: pip install torino[fast].")
-        v, _, _ = sae._enter(self.packed)
-        floor = torch.zeros(()) if sae.threshold is None else sae.threshold.clamp(min=0)
         told: list[Told] = []
-        screened(
-            v, sae.W_enc, sae.b_enc, K, floor, quantise(sae.W_enc, sae.b_enc, zero_for(backend)), backend, told=told
-        )
+        self.sae.top(self.packed, K, screen="int8", told=told)
         return Told(*(torch.cat(parts) for parts in zip(*told, strict=True)))
 
 

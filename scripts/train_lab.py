@@ -5,9 +5,10 @@ Stages, each resumable; one that is done is skipped.
 1. ``features``: the pictures of the corpus go through the tower once; tokens of the tap block and questions are kept,
    several sets of them for each picture, so that later passes ask other things.
 2. ``tokenizer``: a small BPE over the questions and answers.
-3. ``train``: projector and Llama, several questions after one picture, each blind to the others.
-4. ``check``: which kinds of questions about dev photos it answers, at the last checkpoint; may be run while it trains.
-5. ``save``: what was trained, in half precision, with its card, into the package.
+3. ``align``: the projector alone, and vectors of words; patches come near the words for what they show.
+4. ``train``: projector and Llama, several questions after one picture, each blind to the others.
+5. ``check``: which kinds of questions about dev photos it answers, at the last checkpoint; may be run while it trains.
+6. ``save``: what was trained, in half precision, with its card, into the package.
 
 Examples
 --------
@@ -24,18 +25,19 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from lab_align import align_words
+from lab_reader import PATCHES, WIDTH, Muon, Reader, llama_config
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from torino.files import write_json, write_whole
 from torino.lab.corpus import Corpus, check_apart, read_photos
@@ -44,7 +46,6 @@ from torino.lab.tower import BLOCK, lab_tower
 ROOT = Path(__file__).resolve().parents[1]
 SHARD = 100  # pictures a file of features
 SETS, TOGETHER = 4, 2  # sets of questions about a picture, and how many are asked in one pass
-PATCHES, WIDTH = 576, 384
 MOST = 1000  # more questions than any picture has
 PREFIX = "USER: "  # then the picture, then a new line and the question
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<image>"]
@@ -151,111 +152,44 @@ def make_tokenizer(args: argparse.Namespace) -> Tokenizer:
     return tokenizer
 
 
-# ---------------------------------------------------------------------- 3. training
+# ---------------------------------------------------------------------- 3. words and patches
 
 
-class Reader(nn.Module):
-    """Projector and language model: what is trained."""
-
-    def __init__(self, vocabulary: int, args: argparse.Namespace) -> None:
-        super().__init__()
-        # what the tower says is brought to mean 0 and variance 1 a channel; saved, that is part of the first layer
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("deviation", torch.ones(WIDTH))
-        self.linear_1 = nn.Linear(WIDTH, args.width)
-        self.linear_2 = nn.Linear(args.width, args.width)
-        self.llama = LlamaForCausalLM(llama_config(vocabulary, args))
-
-    def forward(self, pictures: Tensor, head: Tensor, text: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states of the text (B, T, width), after ``head`` and the pictures (B, 576, 384)."""
-        embed = self.llama.get_input_embeddings()
-        seen = self.linear_2(nn.functional.gelu(self.linear_1((pictures - self.mean) / self.deviation)))
-        front = embed(head).expand(len(pictures), -1, -1)
-        states = torch.cat([front, seen, embed(text)], 1)
-        core = self.llama.model
-        turn = core.rotary_emb(states, positions)
-        start = front.shape[1] + PATCHES
-        for layer in core.layers[:-1]:
-            states = one_layer(layer, states, start, mask, turn)
-        # nobody reads what the last layer would make of the picture
-        return core.norm(one_layer(core.layers[-1], states, start, mask, turn, text_alone=True))
+def open_features(work: Path) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
+    """Kept tokens, shard by shard, and in which shard and place every picture is."""
+    arrays = [np.load(file, mmap_mode="r") for file in shards(work)]
+    return arrays, [(number, place) for number, array in enumerate(arrays) for place in range(len(array))]
 
 
-def one_layer(
-    layer: nn.Module, states: Tensor, start: int, mask: Tensor, turn: tuple[Tensor, Tensor], *, text_alone: bool = False
-) -> Tensor:
-    """A layer of the stock Llama, with attention in two parts: the picture to itself, the text to both.
+def spread_of(arrays: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of every channel, from four pictures a shard."""
+    some = np.concatenate([array[:4].astype(np.float32).reshape(-1, WIDTH) for array in arrays])
+    return torch.from_numpy(some.mean(0)), torch.from_numpy(some.std(0))
 
-    What stands before ``start`` is plainly causal, for which there is a faster kernel; ``mask`` (B, 1, T, start + T)
-    says what the text sees.
-    """
-    attend, normed = layer.self_attn, layer.input_layernorm(states)
-    asks = normed[:, start:] if text_alone else normed
-    q, k, v = (
-        part(given).unflatten(-1, (-1, attend.head_dim)).transpose(1, 2)
-        for part, given in ((attend.q_proj, asks), (attend.k_proj, normed), (attend.v_proj, normed))
+
+def align(args: argparse.Namespace) -> None:
+    file = args.work / "aligned.safetensors"
+    if file.exists():
+        return
+    arrays, where = open_features(args.work)
+
+    def tokens(chosen: Sequence[int]) -> Tensor:
+        return torch.from_numpy(np.stack([arrays[where[n][0]][where[n][1]] for n in chosen])).float()
+
+    found = align_words(
+        make_tokenizer(args),
+        questions(args.work),
+        tokens,
+        spread_of(arrays),
+        width=args.width,
+        passes=args.passes,
+        seed=args.seed,
+        say=say,
     )
-    cos, sin = turn
-    first = start if text_alone else 0
-    q = apply_rotary_pos_emb(q, q, cos[:, first:], sin[:, first:])[0]
-    k = apply_rotary_pos_emb(k, k, cos, sin)[0]
-    sdpa = nn.functional.scaled_dot_product_attention
-    seen = sdpa(q if text_alone else q[:, :, start:], k, v, attn_mask=mask)
-    if not text_alone:
-        before = sdpa(q[:, :, :start], k[:, :, :start], v[:, :, :start], is_causal=True)
-        seen = torch.cat([before, seen], 2)
-    states = states[:, first:] + attend.o_proj(seen.transpose(1, 2).flatten(2))
-    return states + layer.mlp(layer.post_attention_layernorm(states))
+    write_whole(file, lambda target: save_file(found, target))
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon in float32: momentum made orthogonal by five Newton-Schulz steps, of the size an Adam step has.
-
-    torch's own rounds to bfloat16, which this kind of CPU has no instructions for.
-    """
-
-    def __init__(self, params: list[nn.Parameter], lr: float, decay: float) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
-                moment.lerp_(p.grad, 0.05)
-                turned = orthogonal(p.grad.lerp(moment, 0.95))
-                p.mul_(1 - group["lr"] * group["decay"])
-                p.add_(turned, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5)
-
-
-def orthogonal(x: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns, nearly."""
-    wide = x.shape[0] <= x.shape[1]
-    y = (x if wide else x.T) / (x.norm() + 1e-7)
-    for _ in range(5):
-        gram = y @ y.T
-        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
-    return y if wide else y.T
-
-
-def llama_config(vocabulary: int, args: argparse.Namespace) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=args.width,
-        intermediate_size=3 * args.width,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.width // 64,
-        num_key_value_heads=args.width // 64,
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=3,
-        initializer_range=0.02,
-        attn_implementation="sdpa",
-    )
+# ---------------------------------------------------------------------- 4. training
 
 
 def encode(tokenizer: Tokenizer, question: dict[str, str]) -> tuple[list[int], int]:
@@ -318,16 +252,12 @@ def loss_of(logits: Tensor, target: Tensor, segment: Tensor) -> Tensor:
 
 def train(args: argparse.Namespace) -> None:
     tokenizer = make_tokenizer(args)
-    files = shards(args.work)
-    arrays = [np.load(file, mmap_mode="r") for file in files]
-    where = [(number, place) for number, array in enumerate(arrays) for place in range(len(array))]
+    arrays, where = open_features(args.work)
     asked = [[merged(tokenizer, picture, turn) for turn in range(SETS // TOGETHER)] for picture in questions(args.work)]
-    some = np.concatenate([array[:4].astype(np.float32).reshape(-1, WIDTH) for array in arrays])
     torch.manual_seed(args.seed)
     model = Reader(tokenizer.get_vocab_size(), args)
-    with torch.no_grad():
-        model.mean.copy_(torch.from_numpy(some.mean(0)))
-        model.deviation.copy_(torch.from_numpy(some.std(0)))
+    model.mean, model.deviation = spread_of(arrays)
+    model.begin(load_file(args.work / "aligned.safetensors"))
     # the matrices between layers learn faster with Muon; embeddings, norms and the projector stay with Adam
     inner = [p for p in model.llama.model.layers.parameters() if p.ndim == 2]
     known = {id(p) for p in inner}
@@ -414,7 +344,7 @@ def pace(step: int, steps: int) -> float:
     return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-# ---------------------------------------------------------------------- 4. checking
+# ---------------------------------------------------------------------- 5. checking
 
 
 @torch.no_grad()
@@ -450,7 +380,7 @@ def check(args: argparse.Namespace) -> None:
     )
 
 
-# ---------------------------------------------------------------------- 5. saving
+# ---------------------------------------------------------------------- 6. saving
 
 
 def save(args: argparse.Namespace) -> None:
@@ -487,13 +417,14 @@ def main() -> None:
     add("--checked", type=int, default=300, help="pictures made of them (default: %(default)s)")
     add("--work", type=Path, default=ROOT / "build/lab", help="folder for features and checkpoints")
     add("--output", type=Path, default=ROOT / "src/torino/data/lab", help="folder to save to")
-    add("--stages", default="features,tokenizer,train,save", help="comma-separated (default: %(default)s)")
+    add("--stages", default="features,tokenizer,align,train,save", help="comma-separated (default: %(default)s)")
     add("--length", type=int, default=10_000, help="pictures in the corpus (default: %(default)s)")
     add("--block", type=int, default=BLOCK, help="tap of the tower, zero-based (default: %(default)s)")
     add("--vocabulary", type=int, default=2048, help="largest number of tokens (default: %(default)s)")
     add("--width", type=int, default=256, help="of the language model (default: %(default)s)")
     add("--layers", type=int, default=6, help="of the language model (default: %(default)s)")
     add("--room", type=int, default=340, help="tokens of questions and answers a picture (default: %(default)s)")
+    add("--passes", type=int, default=3, help="over the pictures, of the stage align (default: %(default)s)")
     add("--steps", type=int, default=7000, help="of training (default: %(default)s)")
     add("--batch", type=int, default=4, help="pictures a step (default: %(default)s)")
     add("--rate", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")
@@ -502,7 +433,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
-    run = {"features": features, "tokenizer": make_tokenizer, "train": train, "check": check, "save": save}
+    run = {
+        "features": features,
+        "tokenizer": make_tokenizer,
+        "align": align,
+        "train": train,
+        "check": check,
+        "save": save,
+    }
     for stage in args.stages.split(","):
         if stage not in run:
             parser.error(f"no stage is called {stage!r}; there are {', '.join(run)}")

@@ -271,7 +271,7 @@ def test_figures_are_whole_on_a_narrow_screen(capsys: pytest.CaptureFixture[str]
     }
     row |= {"floor_ms": figures, "above_floor_ms": 1234.5, "first_token_ms": figures, "answer_ms": figures}
     protocol = {"images": 5, "distinct_images": 5, "warmups": 1, "source": "noise", "memory": "answer"}
-    _print({"rows": [row], "protocol": protocol, "notes": []})
+    _print({"rows": [row], "protocol": protocol, "notes": [], "survivors": {}})
     shown = capsys.readouterr().out
     assert "…" not in shown
     assert all(text in shown for text in ("1,192.2", "1234.57 ± 234.57", "1,234.568", "1,234.50", "12,345.6"))
@@ -284,6 +284,24 @@ def test_rows_of_several_saes_are_told_apart(home: Path) -> None:
     assert "torino-m(k=3, delta=1), b" in labels
     with pytest.raises(BadParameter, match="Two SAEs are called 'sae'"):
         run(home, "--sae", str(home / "sae"), "--sae", str(home / "." / "sae") + "/")
+
+
+def test_both_searches_side_by_side_give_the_same_tokens(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    given = ("--tokens", str(home / "tokens.npz"), "--sae", str(home / "sae"), "--methods", "torino-m", "--count", "2")
+    told = run(home, *given, "--budgets", "9", "--dynamic", "1,1", "--screen", "both")
+    rows = {row["label"]: row["tokens"] for row in told["rows"]}
+    assert rows["TORINO-M, sae plain (1,1)"] == rows["TORINO-M, sae int8 (1,1)"]
+    assert list(told["survivors"]) == ["sae int8"]
+    left = told["survivors"]["sae int8"]
+    assert 3 <= left["median"] <= left["percentile_99"] <= left["most"] <= 24
+    assert "the int8 screen left" in capsys.readouterr().out
+    monkeypatch.setattr("torino.screen.backend_for", lambda device: None)
+    told = run(home, *given, "--budgets", "9", "--dynamic", "no", "--screen", "both")
+    assert [row["label"] for row in told["rows"]] == ["TORINO-M"]
+    assert any("torino[fast]" in note for note in told["notes"])
 
 
 def test_bad_input_gets_a_sentence(home: Path) -> None:
@@ -300,6 +318,7 @@ def test_bad_input_gets_a_sentence(home: Path) -> None:
         ([*tokens, "--methods", "random", "--dynamic", "1"], "k,delta"),
         ([*tokens, "--padding", "stretch"], "crop or square"),
         ([*tokens, "--positions", "none"], "compact or original"),
+        ([*tokens, "--screen", "fast"], "auto, int8, off or both"),
         ([*tokens, "--count", "0"], "at least 1"),
         ([*tokens, "--device", "abacus"], "device"),
         (["--tokens", str(home / "none.npz")], "no file"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,8 +29,10 @@ EPILOG = (
     "Examples: [cyan]torino bench[/] (bundled tokens, module alone) · "
     "[cyan]torino bench --tokens tokens.npz --sae ./my-sae --methods torino-m,visionzip,random --budgets 192,64[/] · "
     "[cyan]torino bench --model llava-hf/llava-1.5-7b-hf --sae ./my-sae --images ./pope-images --device cuda "
-    "-o bench.json[/] · [cyan]torino plot bench.json -o figures[/]"
+    "-o bench.json[/] · [cyan]torino plot bench.json -o figures[/] · "
+    "[cyan]torino bench --methods torino-m --screen both[/]"
 )
+SCREENS = ("auto", "int8", "off", "both")
 NOISE = (480, 640)  # rows and columns of generated pictures
 
 
@@ -65,6 +68,13 @@ def bench(
     question: Annotated[str | None, typer.Option(help="What the model is asked.")] = None,
     padding: Annotated[str, typer.Option(help="crop or square, as for torino ask.")] = "crop",
     positions: Annotated[str, typer.Option(help="compact or original, as for torino ask.")] = "compact",
+    screen: Annotated[
+        str,
+        typer.Option(
+            help="How SAEs find concepts, which changes time alone: int8 or off, auto to take int8 where it pays, "
+            "both to measure the two side by side."
+        ),
+    ] = "auto",
     clip: Annotated[str | None, typer.Option(help="CLIP that reads the question, for cdpruner.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto, for --model.")] = None,
@@ -79,9 +89,10 @@ def bench(
     for name, value, accepted in (
         ("--padding", padding, ("crop", "square")),
         ("--positions", positions, ("compact", "original")),
+        ("--screen", screen, SCREENS),
     ):
         if value not in accepted:
-            raise BadParameter(f"{name} must be {' or '.join(accepted)}, got {value!r}.")
+            raise BadParameter(f"{name} must be {', '.join(accepted[:-1])} or {accepted[-1]}, got {value!r}.")
     if model is not None and tokens is not None:
         raise BadParameter("Give --model or --tokens, not both: tokens are measured without a model.")
     if model is None and (images is not None or clip is not None or question is not None):
@@ -102,6 +113,7 @@ def bench(
         if _label(one) in saes:
             raise BadParameter(f"Two SAEs are called {_label(one)!r}, and their rows could not be told apart.")
         saes[_label(one)] = open_sae(one, device=place)
+    saes, said = _screened(saes, screen)
     settings, notes = _settings(
         methods, budgets, dynamic, saes, with_model=model is not None, with_clip=clip is not None
     )
@@ -109,7 +121,7 @@ def bench(
         warnings.simplefilter("ignore")  # of transformers
         bars, progress = phase_bars(errors, transient=True)
         made = Bench(settings, saes, plan, progress)
-        made.notes += notes
+        made.notes += [*said, *notes]
         if model is None:
             _on_tokens(made, tokens, place, bars)
         else:
@@ -127,6 +139,26 @@ def bench(
 
 def _named_saes(given: list[str] | None, bundled: bool) -> list[str]:
     return given or (["example"] if bundled else [])
+
+
+def _screened(saes: dict[str, Any], screen: str) -> tuple[dict[str, Any], list[str]]:
+    """SAEs set to the wanted search, twice where both are wanted; and what could not be had."""
+    from torino.sae import SAE
+    from torino.screen import backend_for
+
+    ways = {"plain": "off", "int8": "int8"} if screen == "both" else {"": screen}
+    found, notes = dict[str, Any](), list[str]()
+    for label, sae in saes.items():
+        if not isinstance(sae, SAE):  # the ablation without one has nothing to screen
+            found[label] = sae
+            continue
+        for way, how in ways.items():
+            if how == "int8" and backend_for(sae.W_enc.device) is None:
+                notes.append("The int8 screen was left out: it needs pip install torino[fast] on a CPU.")
+                continue
+            one = found[f"{label} {way}".rstrip()] = copy.copy(sae)  # shares the weights
+            one.screen = cast(Any, how)
+    return found, list(dict.fromkeys(notes))
 
 
 def _label(name: str) -> str:
@@ -288,6 +320,15 @@ def _print(told: dict[str, Any]) -> None:
         out.print(
             f"First token and whole answer: mean of {protocol['answers']} answers of {protocol['answer_tokens']} "
             "tokens each, image processor and tower included.",
+            highlight=False,
+            soft_wrap=True,
+        )
+    for name, left in cast(dict[str, dict[str, float]], told["survivors"]).items():
+        out.print(
+            f"{escape(name)}: for the {left['k']:g} strongest concepts the int8 screen left {left['mean']:.1f} "
+            f"latents a token (median {left['median']:.0f}, 99 % {left['percentile_99']:.0f}, "
+            f"most {left['most']:.0f}); "
+            f"{left['left_to_plain']:,} of {left['tokens']:,} tokens went to the plain search.",
             highlight=False,
             soft_wrap=True,
         )

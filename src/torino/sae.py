@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torino.concepts import Concepts, Rank
 from torino.errors import BadFile, BadParameter, SAEMismatch
-from torino.screen import Keeper, Screen, screened
+from torino.screen import Keeper, Screen, Told, screened
 from torino.strongest import SILENT, largest_row_norm, stable_top, strongest
 from torino.tokens import Origin, check_matrix
 
@@ -213,7 +213,14 @@ class SAE(nn.Module):
 
     @torch.no_grad()
     def top(
-        self, x: Tensor, k: int, *, rank: Rank = "activation", screen: Screen | None = None, chunk: int | None = None
+        self,
+        x: Tensor,
+        k: int,
+        *,
+        rank: Rank = "activation",
+        screen: Screen | None = None,
+        chunk: int | None = None,
+        told: list[Told] | None = None,
     ) -> Concepts:
         """Return the ``k`` strongest latents of each token and its peak score, exactly, in little memory.
 
@@ -230,6 +237,8 @@ class SAE(nn.Module):
             :attr:`screen`. "int8" and "auto" need ``pip install torino[fast]`` on a CPU; see ``docs/fast.md``.
         chunk : int, optional
             Latents scored at a time; changes memory and speed, never the answer.
+        told : list of Told, optional
+            Takes what the screen left of each token, for those who measure; stays empty where none was taken.
         """
         _one_of("rank", rank, Rank)
         how: Screen = _one_of("screen", self.screen if screen is None else screen, Screen)
@@ -246,7 +255,7 @@ class SAE(nn.Module):
             encoder = (v, self.W_enc, self.b_enc, keep, floor.clamp(min=0))
             ready = self._keeper.ready(self.W_enc, self.b_enc, self._state(), how, len(v), self.home)
             if ready is not None:
-                indices, values = screened(*encoder, *ready, chunk=chunk)
+                indices, values = screened(*encoder, *ready, chunk=chunk, told=told)
             else:
                 indices, values = strongest(*encoder, largest_norm=self._largest_norm(), chunk=chunk)
         if keep < k:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from torino.reducers import Reducer
 from torino.reduction import ReductionBatch
+from torino.sae import SAE
+from torino.screen import Told
 from torino.tokens import VisualTokens
 
 PLAIN = ("cls", "cls_attention", "keys")
@@ -84,6 +86,35 @@ def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     found = {line.partition(":")[0]: line.partition(":")[2] for line in lines}
     return int(found[name].split()[0])
+
+
+def survivors(sae: SAE, tokens: Sequence[VisualTokens], k: int) -> dict[str, float] | None:
+    """Latents a token that the int8 screen of an SAE could not exclude; None where there is no screen here.
+
+    Parameters
+    ----------
+    sae : SAE
+    tokens : sequence of VisualTokens
+        Taken together.
+    k : int
+        Concepts that are looked for.
+    """
+    told: list[Told] = []
+    sae.top(torch.cat([unit.patches for unit in tokens]), k, screen="int8", told=told)
+    if not told:
+        return None
+    left, plain = (torch.cat(parts) for parts in zip(*told, strict=True))
+    counts = left.double()
+    middle, most = counts.quantile(counts.new_tensor([0.5, 0.99])).tolist()
+    return {
+        "k": k,
+        "mean": round(float(counts.mean()), 2),
+        "median": middle,
+        "percentile_99": most,
+        "most": float(counts.max()),
+        "left_to_plain": int(plain.sum()),
+        "tokens": len(counts),
+    }
 
 
 # ---------------------------------------------------------------------- signals that tokens lack

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torino.bench.gauges import carry_out, furnished, gather, lacking, machine, now, peak_memory, versions
+from torino.bench.gauges import carry_out, furnished, gather, lacking, machine, now, peak_memory, survivors, versions
 from torino.bench.rows import Plan, Row
 from torino.errors import BadParameter, TorinoError
 from torino.evaluate.settings import Setting
 from torino.reducers import Reducer, inside_of
 from torino.reduction import ReductionBatch
+from torino.sae import SAE
 from torino.stages import recording
 from torino.tokens import VisualTokens
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # Pillow and transformers are only fetched by those who measu
 
 FORMAT = "torino-bench/1"
 QUESTION = "Describe what you see."
+CONCEPTS = 3  # concepts a token that the screen is asked for when its survivors are counted, the paper's most
 Progress = Callable[[str, int, int], None]
 
 
@@ -49,6 +51,8 @@ class Bench:
     rows : list of Row
     notes : list of str
         Methods that were left out, and why; and whatever else a reader of the figures must know.
+    survivors : dict of str to dict
+        Of each SAE with ``screen = "int8"``: how many latents a token its screen could not exclude.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class Bench:
         self.rows = [Row(setting, setting.reducer(saes)) for setting in settings]
         self.notes: list[str] = []
         self.about: dict[str, Any] = {}
+        self.survivors: dict[str, dict[str, float]] = {}
+        self._screened = {name: sae for name, sae in saes.items() if isinstance(sae, SAE) and sae.screen == "int8"}
         self._progress: Progress = progress or (lambda phase, done, total: None)
 
     # ------------------------------------------------------------------ tokens alone
@@ -98,6 +104,7 @@ class Bench:
         self._rounds(picked, lambda index: index, module)
         for row in self.rows:
             row.peak = peak_memory(lambda row=row: module(row, picked[0], False), device)
+        self._survive([ready[index] for index in dict.fromkeys(picked[:8])])
         self.about = {"source": source, "distinct_images": min(len(images), self.plan.images), "memory": "module"}
         self.about["device"] = torch.device(device).type
 
@@ -143,6 +150,10 @@ class Bench:
         first = eye.glance(pictures[picked[0]])
         self._try(lambda row: module(row, first, False))
         self._rounds(picked, lambda index: eye.glance(pictures[index]), module)
+        for row in self.rows:
+            if row.setting.sae in self._screened and row.reducer is not None:
+                self._survive(first.sight(row.reducer).tokens)
+                break
         if self.plan.answers:
             self._answers(model, eye, [pictures[index] for index in picked], positions)
         else:
@@ -234,6 +245,12 @@ class Bench:
             row.floor.append(floor)
             row.tokens.append(sum(lengths))
 
+    def _survive(self, tokens: Sequence[VisualTokens]) -> None:
+        for name, sae in self._screened.items():
+            told = survivors(sae, tokens, CONCEPTS)
+            if told is not None:
+                self.survivors[name] = told
+
     def _in_turn(self, turn: int) -> list[Row]:
         """All rows, beginning with another one each time."""
         start = turn % max(len(self.rows), 1)
@@ -271,6 +288,7 @@ class Bench:
                 **self.about,
             },
             "notes": self.notes,
+            "survivors": self.survivors,
             "rows": [row.facts() for row in self.rows],
         }
 
