@@ -46,14 +46,14 @@ class Reader(nn.Module):
             key.copy_(query)
 
     def forward(self, pictures: Tensor, head: Tensor, text: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states of the text (B, T, width), after ``head`` and the pictures (B, 576, 384)."""
+        """Hidden states of the text (B, T, width), after ``head`` and the pictures (B, M, 384)."""
         embed = self.llama.get_input_embeddings()
         seen = self.linear_2(nn.functional.gelu(self.linear_1((pictures - self.mean) / self.deviation)))
         front = embed(head).expand(len(pictures), -1, -1)
         states = torch.cat([front, seen, embed(text)], 1)
         core = self.llama.model
         turn = core.rotary_emb(states, positions)
-        start = front.shape[1] + PATCHES
+        start = front.shape[1] + pictures.shape[1]
         for layer in core.layers[:-1]:
             states = one_layer(layer, states, start, mask, turn)
         # nobody reads what the last layer would make of the picture

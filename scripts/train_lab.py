@@ -25,6 +25,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -199,11 +200,19 @@ def encode(tokenizer: Tokenizer, question: dict[str, str]) -> tuple[list[int], i
     return [*asked, *said, SPECIAL.index("</s>")], len(asked)
 
 
-def merged(tokenizer: Tokenizer, picture: list[list[dict[str, str]]], turn: int) -> list[tuple[list[int], int]]:
+def merged(picture: list[list[dict[str, str]]], turn: int) -> list[dict[str, str]]:
     """Questions of one pass over a picture: those of some sets, none of them twice."""
     sets = picture[turn * TOGETHER : (turn + 1) * TOGETHER]
-    different = {(one["text"], one["answer"]): one for asked in sets for one in asked}
-    return [encode(tokenizer, question) for question in different.values()]
+    return list({(one["text"], one["answer"]): one for asked in sets for one in asked}.values())
+
+
+def weights_of(asked: list[list[list[dict[str, str]]]]) -> dict[str, float]:
+    """How much a question of each kind counts: rare kinds more, by the root of how rare they are, within limits."""
+    count = Counter(one["kind"] for picture in asked for turn in picture for one in turn)
+    usual = count.total() / len(count)
+    weight = {kind: min(max((usual / n) ** 0.5, 0.5), 3.0) for kind, n in count.items()}
+    mean = sum(weight[kind] * n for kind, n in count.items()) / count.total()
+    return {kind: value / mean for kind, value in weight.items()}
 
 
 def pack(picture: list[tuple[list[int], int]], room: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -230,12 +239,12 @@ def pack(picture: list[tuple[list[int], int]], room: int, order: Tensor) -> tupl
     return text, segment, place, target
 
 
-def collate(rows: list[tuple[Tensor, Tensor, Tensor, Tensor]], head: int) -> tuple[Tensor, ...]:
+def collate(rows: list[tuple[Tensor, Tensor, Tensor, Tensor]], head: int, patches: int = PATCHES) -> tuple[Tensor, ...]:
     """Batch packed questions; each sees the picture and itself, and stands where it would stand alone."""
     text, segment, place, target = (torch.stack(part) for part in zip(*rows, strict=True))
     longest = int((segment >= 0).sum(1).max())
     text, segment, place, target = (part[:, :longest] for part in (text, segment, place, target))
-    front = head + PATCHES
+    front = head + patches
     seen = torch.ones(len(text), 1, longest, front + longest, dtype=torch.bool)
     seen[:, 0, :, front:] = (segment[:, :, None] == segment[:, None, :]).tril()
     positions = torch.cat([torch.arange(front).expand(len(text), -1), front + place], 1)
@@ -243,17 +252,24 @@ def collate(rows: list[tuple[Tensor, Tensor, Tensor, Tensor]], head: int) -> tup
     return text, positions, seen, target, segment
 
 
-def loss_of(logits: Tensor, target: Tensor, segment: Tensor) -> Tensor:
-    """Every question counts the same: a yes as much as a caption of a dozen words."""
+def loss_of(logits: Tensor, target: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
+    """Answers count by the weight of their kind and not by their length: a yes as much as a caption of a dozen words.
+
+    ``weight`` has one entry a segment number.
+    """
     each = cross_entropy(logits, target, reduction="none")
     _, place, count = segment.unique(return_inverse=True, return_counts=True)
-    return (each / count[place]).sum() / len(count)
+    return (each * weight[segment] / count[place]).sum() / len(count)
 
 
 def train(args: argparse.Namespace) -> None:
     tokenizer = make_tokenizer(args)
     arrays, where = open_features(args.work)
-    asked = [[merged(tokenizer, picture, turn) for turn in range(SETS // TOGETHER)] for picture in questions(args.work)]
+    asked = [[merged(picture, turn) for turn in range(SETS // TOGETHER)] for picture in questions(args.work)]
+    counts = weights_of(asked)
+    coded = [
+        [[(*encode(tokenizer, one), counts[one["kind"]]) for one in turn] for turn in picture] for picture in asked
+    ]
     torch.manual_seed(args.seed)
     model = Reader(tokenizer.get_vocab_size(), args)
     model.mean, model.deviation = spread_of(arrays)
@@ -287,8 +303,13 @@ def train(args: argparse.Namespace) -> None:
         chosen = batch_numbers(step, args.batch, len(where), args.seed)
         generator = torch.Generator().manual_seed(args.seed * 7_919 + step)
         turn = step * args.batch // len(where) % (SETS // TOGETHER)
-        coded = [asked[n][turn] for n in chosen]
-        rows = [pack(one, args.room, torch.randperm(len(one), generator=generator)) for one in coded]
+        here = [coded[n][turn] for n in chosen]
+        rows = [
+            pack([one[:2] for one in some], args.room, torch.randperm(len(some), generator=generator)) for some in here
+        ]
+        weight = torch.zeros(len(here) * MOST)
+        for place, some in enumerate(here):
+            weight[place * MOST : place * MOST + len(some)] = torch.tensor([one[2] for one in some])
         pictures = torch.from_numpy(np.stack([arrays[where[n][0]][where[n][1]] for n in chosen])).float()
         text, positions, mask, target, segment = collate(rows, head.shape[1])
         for optimiser in optimisers:
@@ -296,7 +317,7 @@ def train(args: argparse.Namespace) -> None:
                 group["lr"] = args.rate * pace(step, args.steps)
         states = model(pictures, head, text, positions, mask)
         wanted = target >= 0
-        loss = loss_of(model.llama.lm_head(states[wanted]), target[wanted], segment[wanted])
+        loss = loss_of(model.llama.lm_head(states[wanted]), target[wanted], segment[wanted], weight)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise SystemExit(f"The loss is {value} at step {step}. Lower --rate and go on from the checkpoint.")

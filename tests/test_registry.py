@@ -47,7 +47,7 @@ def test_the_two_methods_are_there() -> None:
     assert type(make("torino-m", sae=RawEmbedding())) is TorinoMerge
 
 
-@pytest.mark.parametrize(("name", "near"), [("torino", "torino-p"), ("torino-x", "torino-m"), ("torinop", "torino-p")])
+@pytest.mark.parametrize(("name", "near"), [("torino", "torino-p"), ("torino-y", "torino-m"), ("torinop", "torino-p")])
 def test_a_name_nearly_right_gets_the_near_ones(name: str, near: str) -> None:
     for call in (lambda: make(name), lambda: get(name), lambda: describe(name)):
         with pytest.raises(UnknownName, match=f"No reducer is called '{name}'. Close:.*'{near}'"):

@@ -13,7 +13,7 @@ with weights of 0.847. It stands for 2 patches, 22% of the image. Their most com
 is 1. Score 1.
 """
 
-from torino.calibration import Calibration, calibrate
+from torino.calibration import Calibration, CoverCalibration, calibrate, calibrate_cover
 from torino.concepts import ConceptEncoder, Concepts, RawEmbedding
 from torino.errors import (
     BadFile,
@@ -43,6 +43,7 @@ __all__ = [
     "Calibration",
     "ConceptEncoder",
     "Concepts",
+    "CoverCalibration",
     "Groups",
     "MissingSignal",
     "Origin",
@@ -61,6 +62,7 @@ __all__ = [
     "VisualTokens",
     "__version__",
     "calibrate",
+    "calibrate_cover",
     "group_by_overlap",
     "load_tokens",
     "make",

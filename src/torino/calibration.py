@@ -1,4 +1,4 @@
-"""Choosing (k, δ) for a wanted average number of tokens."""
+"""Choosing (k, δ), or the threshold of TORINO-X, for a wanted average number of tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torino.concepts import ConceptEncoder, Rank
 from torino.errors import BadParameter
 from torino.grouping import Silent, group_by_overlap
+from torino.reducers.torino_x import TIE, TorinoX
 from torino.tokens import VisualTokens, pack_patches
 
 
@@ -88,8 +89,7 @@ def calibrate(
     >>> found.k, found.delta, found.counts
     (1, 1, tensor([3]))
     """
-    if not 1 <= target < float("inf"):
-        raise BadParameter(f"target must be at least 1 token per image, got {target}.")
+    _check_target(target)
     if max_k < 1:
         raise BadParameter(f"max_k must be at least 1, got {max_k}.")
     packed = pack_patches(tokens)
@@ -104,3 +104,66 @@ def calibrate(
     }
     k, delta = min(table, key=lambda setting: (abs(float(table[setting].double().mean()) - target), setting))
     return Calibration(k, delta, float(target), table[k, delta], table)
+
+
+@dataclass(frozen=True, eq=False)
+class CoverCalibration:
+    """The threshold of TORINO-X that gives an average length, and the lengths it gives.
+
+    Attributes
+    ----------
+    least : float
+        For ``TorinoX(least=...)``.
+    target : float
+        The average number of tokens that was wanted.
+    counts : Tensor of shape (images,), int64
+        Tokens each image keeps with it.
+    """
+
+    least: float
+    target: float
+    counts: Tensor
+
+    @property
+    def mean(self) -> float:
+        """Average number of tokens."""
+        return float(self.counts.double().mean())
+
+
+def calibrate_cover(tokens: Sequence[VisualTokens], target: float, *, reducer: TorinoX) -> CoverCalibration:
+    """Find the ``least`` with which TORINO-X keeps ``target`` tokens on average over some images.
+
+    Each image is walked to its end once; all thresholds follow from the gains.
+
+    Parameters
+    ----------
+    tokens : sequence of VisualTokens
+        A few images that are like those to come; some dozens give a steady mean.
+    target : float
+        Wanted average number of tokens per image.
+    reducer : TorinoX
+        All but its ``budget`` and ``least`` count.
+
+    Examples
+    --------
+    >>> from torino import RawEmbedding
+    >>> image = VisualTokens.of(torch.eye(9)[[0, 0, 1, 0, 0, 1, 2, 2, 2]])
+    >>> found = calibrate_cover([image], target=3, reducer=TorinoX(RawEmbedding(), concepts=1))
+    >>> found.counts
+    tensor([3])
+    """
+    _check_target(target)
+    gains = [torch.from_numpy(one).double() for one in reducer.gains(tokens)]
+    # the first token of an image is always kept; below the gain of each other one there is a threshold to try
+    steps = torch.cat([one[1:] for one in gains]).unique().flip(0)
+    edges = torch.cat([steps.new_tensor([float("inf")]), steps])
+    middle = (edges[1:-1] + edges[2:]) / 2
+    tries = torch.cat([steps[:1] + 1, middle, steps.new_zeros(1)])
+    counts = torch.stack([1 + (one[1:, None] >= tries - TIE).sum(0) for one in gains])
+    best = int((counts.double().mean(0) - target).abs().argmin())
+    return CoverCalibration(float(tries[best]), float(target), counts[:, best])
+
+
+def _check_target(target: float) -> None:
+    if not 1 <= target < float("inf"):
+        raise BadParameter(f"target must be at least 1 token per image, got {target}.")

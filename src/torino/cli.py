@@ -221,17 +221,23 @@ def reduce(
 
 @app.command(
     epilog="Examples: [cyan]torino calibrate --target 128[/] (bundled photos) · "
-    "[cyan]torino calibrate tokens.npz --sae ./my-sae --target 192[/]"
+    "[cyan]torino calibrate tokens.npz --sae ./my-sae --target 192[/] · "
+    "[cyan]torino calibrate --method torino-x --target 100[/]"
 )
 def calibrate(
     tokens: Annotated[Path | None, typer.Argument(metavar="TOKENS", help="Tokens of a few typical images.")] = None,
     target: Annotated[float, typer.Option(help="Wanted average number of tokens an image.")] = 128,
     sae: Annotated[str | None, typer.Option(help="As for torino reduce.")] = None,
+    method: Annotated[
+        str, typer.Option(help="torino-m (torino-p is the same), or torino-x, by name or spec.")
+    ] = "torino-m",
     max_k: Annotated[int, typer.Option(help="Largest k to try.")] = 6,
 ) -> None:
-    """Find the (k, δ) that gives a wanted average number of tokens."""
+    """Find the (k, δ) that gives a wanted average number of tokens, or the threshold of torino-x."""
     from torino.calibration import calibrate as search
+    from torino.calibration import calibrate_cover
     from torino.example import example_tokens
+    from torino.reducers import TorinoX, make
     from torino.tokens import load_tokens
 
     images = example_tokens() if tokens is None else load_tokens(tokens)
@@ -239,7 +245,19 @@ def calibrate(
         raise BadParameter(
             "Say which SAE reads these tokens: --sae FOLDER, --sae owner/repository, --sae raw for none."
         )
-    found = search(images, target, sae=open_sae(sae or "example"), max_k=max_k)
+    reader = open_sae(sae or "example")
+    made = make(method, sae=reader)
+    if isinstance(made, TorinoX):
+        cut = calibrate_cover(images, target, reducer=made)
+        low, high = int(cut.counts.min()), int(cut.counts.max())
+        out.print(
+            f"Nearest to {target:g}: torino-x(least={cut.least:.4g}), {cut.mean:.1f} tokens on average over "
+            f"{len(images)} images, {low} to {high}."
+        )
+        return
+    if made.name not in ("torino-p", "torino-m"):
+        raise BadParameter(f"--method must be torino-p, torino-m or torino-x, got {method!r}.")
+    found = search(images, target, sae=reader, max_k=max_k)
     table = Table(title=f"tokens per image over {len(images)} images", box=None, pad_edge=False)
     for heading in ("k", "delta", "mean", "min", "median", "max"):
         table.add_column(heading, justify="right")

@@ -34,7 +34,9 @@ STAGES = ("processor", "tower", "question", "plan", "sae", "grouping", "projecto
 
 
 def ask(
-    image: Annotated[str, typer.Argument(metavar="IMAGE", help="A JPEG, PNG, WebP or other image file.")],
+    image: Annotated[
+        str, typer.Argument(metavar="IMAGE", help="An image file, or astronaut, coffee, chelsea or rocket: bundled.")
+    ],
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask about it.")],
     model: Annotated[
         str,

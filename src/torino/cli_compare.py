@@ -37,7 +37,9 @@ NAME = "SAE"
 
 
 def compare(
-    image: Annotated[str, typer.Argument(metavar="IMAGE", help="A JPEG, PNG, WebP or other image file.")],
+    image: Annotated[
+        str, typer.Argument(metavar="IMAGE", help="An image file, or astronaut, coffee, chelsea or rocket: bundled.")
+    ],
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask about it.")],
     budget: Annotated[int, typer.Option(min=1, help="Tokens that each method leaves of the image.")] = 64,
     methods: Annotated[

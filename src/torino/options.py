@@ -69,9 +69,15 @@ def build_reducer(
 
 
 def one_picture(path: str | Path) -> Any:
-    """Open the image a question is about; what leaves open which picture that is, or shows nothing, is refused."""
+    """Open the image a question is about; what leaves open which picture that is, or shows nothing, is refused.
+
+    A bundled photo may be called by its name: astronaut, coffee, chelsea or rocket.
+    """
+    from torino.example import PHOTOS, example_folder
     from torino.images import open_image
 
+    if str(path) in PHOTOS and not Path(path).exists():
+        path = example_folder() / "photos" / f"{path}.jpg"
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*several frames")
         try:

@@ -18,6 +18,7 @@ LABELS = {
     "full": "All tokens",
     "torino-p": "TORINO-P",
     "torino-m": "TORINO-M",
+    "torino-x": "TORINO-X",
     "random": "Random",
     "folder": "FOLDER",
     "folder-full": "FOLDER (full)",
@@ -38,6 +39,8 @@ LABELS = {
     "scope": "SCOPE",
     "scts": "SCTS",
 }
+PAIRED = ("torino-p", "torino-m")
+"""The paper's own two, which (k, δ) describes."""
 NO_SAE = "none"
 """The label that stands for tokens themselves in the place of an SAE."""
 
@@ -140,7 +143,7 @@ def dynamic_settings(
     for label in saes:
         for k, delta in pairs:
             first = True
-            for method in ("torino-p", "torino-m"):
+            for method in PAIRED:
                 if method not in methods:
                     continue
                 made = Setting(
@@ -170,7 +173,7 @@ def matched_settings(
     for tier, budget in budgets.items():
         reference = references[tier]
         for method in methods:
-            hyper = reference.spec.partition("(")[2].removesuffix(")") if method.startswith("torino-") else ""
+            hyper = reference.spec.partition("(")[2].removesuffix(")") if method in PAIRED else ""
             found += _budgeted(method, budget, tier, saes, seeds, hyper=hyper, only=reference.sae)
     return found
 
@@ -189,7 +192,7 @@ def fixed_settings(
             str(budget),
             saes,
             seeds,
-            hyper="k={}, delta={}".format(*pair) if "torino-" in method else "",
+            hyper="k={}, delta={}".format(*pair) if method in PAIRED else "",
         )
     ]
 

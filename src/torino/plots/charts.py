@@ -14,11 +14,11 @@ from torino.evaluate.settings import NO_SAE
 from torino.evaluate.tables import pair_of
 from torino.files import read_json
 from torino.plots.points import Point
-from torino.plots.style import BLUE, GREEN, GRID, INK, ORANGE, PAGE, SOFT, look, new_figure, plain, styled, typeset
+from torino.plots.style import BLUE, GREEN, GRID, INK, ORANGE, OWN, PAGE, SOFT, look, new_figure, plain, styled, typeset
 
 BENCH = "torino-bench/1"
-LINES: dict[str, Any] = {"torino-p": "-", "torino-m": (0, (3, 1.4))}
-VARIANTS = {"torino-p": "o", "torino-m": "s"}
+LINES: dict[str, Any] = {"torino-p": "-", "torino-m": (0, (3, 1.4)), "torino-x": (0, (1, 1))}
+VARIANTS = {"torino-p": "o", "torino-m": "s", "torino-x": "D"}
 PRINTED = "figures printed in the paper"
 NOT_WHOLE = "preliminary: not all answers are there"
 
@@ -91,7 +91,7 @@ def pareto(points: Sequence[Point]) -> Any:
                 curve = sorted(
                     (one for one in chosen if one.sae == sae and one.method == method), key=lambda one: one.tokens
                 )
-                colour = {"torino-p": BLUE, "torino-m": ORANGE}[method] if alone else shade
+                colour = OWN[method] if alone else shade
                 x, y = [one.tokens for one in curve], [one.relative for one in curve]
                 axes.plot(x, y, color=colour, linestyle=line, linewidth=1.1, zorder=3)
                 for one in curve:
@@ -109,7 +109,9 @@ def pareto(points: Sequence[Point]) -> Any:
             handles += [Line2D([], [], color=colour, linewidth=2) for colour in _shades(len(saes))]
             labels += [plain(sae) for _, sae in saes]
         for method, line in LINES.items():
-            colour = {"torino-p": BLUE, "torino-m": ORANGE}[method] if alone else SOFT
+            if not any(one.method == method for one in chosen):
+                continue
+            colour = OWN[method] if alone else SOFT
             handles.append(
                 Line2D([], [], color=colour, marker=VARIANTS[method], linestyle=line, markeredgecolor="white")
             )
@@ -186,8 +188,7 @@ def latency(rows: Sequence[Mapping[str, Any]]) -> Any:
         ("answer_ms", "Whole answer (ms)"),
         ("peak_mb", "Peak memory (MB)"),
     ]
-    own = {"torino-m": ORANGE, "torino-p": BLUE}
-    colours = [own.get(str(row.get("method") or row.get("spec")).partition("(")[0], "#a9b4c0") for row in rows]
+    colours = [OWN.get(str(row.get("method") or row.get("spec")).partition("(")[0], "#a9b4c0") for row in rows]
     shown = [one for one in panels if any(_mean_of(row.get(one[0])) is not None for row in rows)]
     if not shown:
         raise BadParameter("The measurements hold no latency to draw.")

@@ -16,6 +16,8 @@ COLUMN, PAGE = 3.4, 7.0
 """Widths in inches: one column of a two-column paper, and both."""
 INK, SOFT, GRID = "#1d2126", "#6a7079", "#d9dce0"
 BLUE, ORANGE, GREEN, RED = "#0072b2", "#d55e00", "#009e73", "#c2453d"
+OWN = {"torino-p": BLUE, "torino-m": ORANGE, "torino-x": RED}
+"""Colours of TORINO's own variants."""
 _RIVALS = ("#44aa99", "#cc6677", "#9a8c2f", "#8470c8", "#56b4e9", "#aa4499", "#ddaa33", "#4e9a51", "#a0714f")
 _MARKS = ("s", "^", "D", "v", "P", "X", "<", ">", "h")
 FORMATS = ("png", "pdf", "svg")
@@ -93,7 +95,7 @@ def new_figure(width: float, height: float) -> Any:
 def look(method: str, fixed: bool, order: Sequence[str]) -> dict[str, Any]:
     """Colour, marker and line of a method: TORINO strong, with a budget dashed and hollow, rivals quieter."""
     if method.startswith("torino-"):
-        colour = ORANGE if method == "torino-m" else BLUE
+        colour = OWN.get(method, BLUE)
         face = "white" if fixed else colour
         line = (0, (3.5, 1.5)) if fixed else "-"
         return {

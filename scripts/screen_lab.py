@@ -1,0 +1,78 @@
+"""See that the int8 screen changes no token of the lab's evaluation: every picture, every setting, on and off.
+
+Examples
+--------
+::
+
+    python scripts/make_lab_benchmarks.py --photos dev.parquet
+    python scripts/screen_lab.py --data build/lab/benchmarks
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import csv
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from torino import SAE, make
+from torino.evaluate.samples import REFERENCE
+from torino.images import open_image
+from torino.lab.shipped import lab_sae
+from torino.lab.tower import lab_tower
+
+ROOT = Path(__file__).resolve().parents[1]
+SPECS = [
+    *(f"torino-{form}(k={k}, delta={k})" for form in "pm" for k in (1, 2, 3)),
+    *(f"torino-{form}(k=2, delta=2, budget={budget})" for form in "pm" for budget in (192, 128, 64)),
+]
+LIKE = ("sources", "weights", "offsets", "anchor", "concept", "assigned", "score")
+csv.field_size_limit(1 << 30)
+
+
+def pictures(folder: Path) -> Iterator[bytes]:
+    """All pictures of the benchmarks, each once."""
+    seen: set[str] = set()
+    for file in sorted(folder.glob("*.tsv")):
+        with file.open(encoding="utf-8", newline="") as rows:
+            for row in csv.DictReader(rows, delimiter="\t"):
+                if len(row["image"]) > REFERENCE and row["image"] not in seen:
+                    seen.add(row["image"])
+                    yield base64.b64decode(row["image"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=ROOT / "build/lab/benchmarks", help="folder of the TSVs")
+    parser.add_argument("--sae", type=Path, help="(default: the one that ships)")
+    parser.add_argument("--limit", type=int, help="pictures to look at, of all")
+    args = parser.parse_args()
+    sae = lab_sae() if args.sae is None else SAE.load(args.sae)
+    tower = lab_tower(sae.card.block if sae.card.block is not None else 7)
+    reducers = [make(spec, sae=sae) for spec in SPECS]
+    count = different = 0
+    for data in pictures(args.data):
+        if args.limit is not None and count == args.limit:
+            break
+        tokens = tower.look([open_image(data)])
+        for reducer in reducers:
+            plans = []
+            for how in ("off", "int8"):
+                sae.screen = how
+                plans.append(reducer.plan_batch(tokens)[0])
+            one, other = plans
+            different += not all(torch.equal(getattr(one, name), getattr(other, name)) for name in LIKE)
+        count += 1
+        print(f"\r{count} pictures, {different} plans differ ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print(f"{count} pictures × {len(reducers)} settings, tokens with the screen on and off: {different} differ")
+    if different or not count:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

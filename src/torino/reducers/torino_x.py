@@ -1,0 +1,236 @@
+"""TORINO-X: a few patches that cover all others, by the overlap of whole sparse codes.
+
+Beyond the paper; ``docs/beyond.md`` has what each choice was measured to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from torino.concepts import ConceptEncoder, Concepts, Rank
+from torino.errors import BadParameter
+from torino.grouping import Ints
+from torino.packed import offsets_of
+from torino.reducers.base import Reducer, register
+from torino.reducers.sentences import check_choice, check_count, check_encoder, unmet
+from torino.reduction import Reduction, ReductionBatch
+from torino.stages import stage
+from torino.tokens import VisualTokens, pack_patches
+
+Order = Literal["raster", "native"]
+Pick = Literal["cover", "far"]
+Form = Literal["prune", "merge"]
+Floats = NDArray[np.float32]
+TIE = 1e-4  # of a patch: gains this near count as equal, whatever order sums were made in
+
+
+@register("torino-x")
+@dataclass(frozen=True)
+class TorinoX(Reducer):
+    """Keep the patches whose concepts cover those of all others best, one by one (TORINO-X).
+
+    Each patch has a sparse code, its ``concepts`` strongest latents as a vector of length 1; o(i, j), the product of
+    two codes, is how much they overlap. What patches S cover is f(S) = Σ_j max_{i∈S} o(i, j), at most N. The patch that
+    adds most to f is kept, then the next, until the budget is full or the next would add less than ``least`` patches.
+    Gains never rise, so every budget is the beginning of a larger one, and ``least`` moves the length smoothly; an
+    image of few things is covered soon. Ties go to the lowest index. The score of a token is its gain, and it stands
+    for the patches that overlap more with it than with any other kept one.
+
+    Reads the patches. Beyond the paper: its top-k sets and δ become codes and their overlap, and what survives a budget
+    is not the largest groups but what covers most of what is not covered yet.
+
+    Parameters
+    ----------
+    sae : ConceptEncoder
+        An SAE, or ``RawEmbedding()`` for none.
+    budget : int, optional
+        Exactly this many tokens, at most N. Without it the image decides.
+    least : float
+        Without a budget: how much of a patch a token must add, see :func:`torino.calibrate_cover`.
+    pooled : bool
+        The budget is an average: images that are planned together share it, by gain, and each keeps at least one token.
+    concepts : int
+        Latents of a code.
+    pick : {"cover", "far"}
+        What to keep next: what adds most to the cover; or, as an ablation, the patch that overlaps least with any kept.
+    form : {"prune", "merge"}
+        Keep patches as they are; or add to each the patches it stands for, by their overlap, and bring the sum to the
+        length of the patch itself.
+    order : {"raster", "native"}
+        Output by place, or in the order of picking.
+    rank : {"activation", "pre-threshold"}
+        Rank concepts by the SAE's activations, or before its threshold silences any.
+    """
+
+    sae: ConceptEncoder
+    budget: int | None = None
+    least: float = 0.5
+    pooled: bool = False
+    concepts: int = 16
+    pick: Pick = "cover"
+    form: Form = "prune"
+    order: Order = "raster"
+    rank: Rank = "activation"
+
+    paper: ClassVar[str] = "ours, docs/beyond.md"
+    adaptive: ClassVar[bool] = True
+    cost: ClassVar[str] = "O(N·D·C + N²)"
+    original_licence: ClassVar[str] = "ours"
+
+    def __post_init__(self) -> None:
+        """Refuse hyperparameters out of range."""
+        check_count("budget", 1 if self.budget is None else self.budget)
+        check_count("concepts", self.concepts)
+        if not 0 <= self.least < float("inf"):
+            raise BadParameter(f"least must be a number of patches, 0 or more, got {self.least}.")
+        if self.pooled and self.budget is None:
+            raise BadParameter("pooled images share a budget, and none was given. Give budget=..., or leave it out.")
+        check_choice("pick", self.pick, Pick)
+        check_choice("form", self.form, Form)
+        check_choice("order", self.order, Order)
+        check_choice("rank", self.rank, Rank)
+        check_encoder(self.sae)
+
+    def plan(self, tokens: VisualTokens) -> Reduction:
+        """Plan one image."""
+        return self.plan_batch([tokens])[0]
+
+    def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
+        """Plan all images: one pass of the SAE, then one walk over each."""
+        found = self._encode(images)
+        with stage("grouping"):
+            overlaps = [overlaps_of(one) for one in found]
+            walks = [self._walk(overlap) for overlap in overlaps]
+            if self.pooled:
+                walks = self._share(walks)
+            return ReductionBatch.of([self._make(*parts) for parts in zip(images, found, overlaps, walks, strict=True)])
+
+    def gains(self, images: Sequence[VisualTokens]) -> list[Floats]:
+        """What each further token of an image would add, all N of them, falling: what lengths are decided by."""
+        walk = cover if self.pick == "cover" else far
+        return [walk(overlaps_of(one), len(one), 0.0)[1] for one in self._encode(images)]
+
+    def _encode(self, images: Sequence[VisualTokens]) -> list[Concepts]:
+        packed = pack_patches(images)
+        for tokens in images:
+            self.sae.check_origin(tokens.origin, tokens.width)
+        with stage("sae"):
+            count = min(self.concepts, int(getattr(self.sae, "latents", packed.values.shape[1])))
+            found = self.sae.top(packed.values, count, rank=self.rank)
+            lengths = [len(tokens) for tokens in images]
+            parts = [part.cpu().split(lengths) for part in (found.indices, found.values, found.peak)]
+            return [Concepts(*one) for one in zip(*parts, strict=True)]
+
+    def _walk(self, overlap: Floats) -> tuple[Ints, Floats]:
+        n, walk = len(overlap), cover if self.pick == "cover" else far
+        if self.budget is None or self.pooled:
+            return walk(overlap, n, 0.0 if self.pooled else self.least)
+        if self.budget > n:
+            raise unmet(self.name, self.budget, n, "its patches")
+        return walk(overlap, self.budget, 0.0)
+
+    def _share(self, walks: list[tuple[Ints, Floats]]) -> list[tuple[Ints, Floats]]:
+        """Cut each walk where the gains of all images together leave the budget."""
+        assert self.budget is not None
+        wanted, most = self.budget * len(walks), sum(len(picked) for picked, _ in walks)
+        if wanted > most:
+            raise unmet(self.name, wanted, most, "the patches of its images")
+        image = np.repeat(np.arange(len(walks)), [len(picked) for picked, _ in walks])
+        gain = np.concatenate([np.append(np.inf, gains[1:]) for _, gains in walks])  # the first of each image stays
+        taken = np.lexsort((image, -gain))[:wanted]
+        counts = np.bincount(image[taken], minlength=len(walks)).tolist()
+        return [(picked[:n], gains[:n]) for (picked, gains), n in zip(walks, counts, strict=True)]
+
+    def _make(self, image: VisualTokens, concepts: Concepts, overlap: Floats, walk: tuple[Ints, Floats]) -> Reduction:
+        kept, gains = walk
+        order = np.argsort(kept) if self.order == "raster" else np.arange(len(kept))
+        kept, gains = kept[order], gains[order]
+        assigned = overlap[kept].argmax(0)
+        assigned[kept] = np.arange(len(kept))
+        member, row, size = kept, np.arange(len(kept)), np.ones(len(kept), np.int64)
+        weight = np.ones(len(kept), np.float32)
+        if self.form == "merge":
+            member = np.lexsort((np.arange(len(assigned)), assigned))
+            row, size = assigned[member], np.bincount(assigned, minlength=len(kept))
+            weight = overlap[kept[row], member]
+            values = image.patches.detach().float().cpu().numpy()
+            length = np.linalg.norm(csr_array((weight, (row, member)), (len(kept), len(values))) @ values, axis=1)
+            weight *= (np.linalg.norm(values[kept], axis=1) / np.maximum(length, 1e-12))[row]
+        anchor = torch.from_numpy(kept)
+        return Reduction(
+            sources=torch.from_numpy(member),
+            weights=torch.from_numpy(weight),
+            offsets=offsets_of(size.tolist()),
+            anchor=anchor,
+            concept=concepts.indices[anchor, 0],
+            role=("primary",) * len(kept),
+            grid=image.grid,
+            by=self.spec,
+            assigned=torch.from_numpy(assigned),
+            score=torch.from_numpy(gains),
+        )
+
+
+def overlaps_of(concepts: Concepts) -> Floats:
+    """How much the codes of two patches overlap, (N, N): 1 for the same, 0 for no concept in common."""
+    index, value = concepts.indices.numpy(), concepts.values.numpy()
+    active = (index >= 0) & (value > 0)  # raw coordinates may be negative
+    value = value[active]
+    _, column = np.unique(index[active], return_inverse=True)
+    row = np.repeat(np.arange(len(index)), active.sum(1))
+    norm = np.sqrt(np.bincount(row, value.astype(np.float64) ** 2, len(index))).astype(np.float32)
+    codes = csr_array((value / norm[row], (row, column)), shape=(len(index), int(column.max(initial=0)) + 1))
+    overlap: Floats = (codes @ codes.T).toarray()
+    silent = np.flatnonzero(~active.any(1))
+    overlap[np.ix_(silent, silent)] = 1.0  # alike in that nothing is known of them
+    np.fill_diagonal(overlap, 1.0)
+    return overlap
+
+
+def cover(overlap: Floats, most: int, least: float) -> tuple[Ints, Floats]:
+    """Pick what adds most to Σ_j max over picked i of overlap(i, j), again and again.
+
+    Returns
+    -------
+    picked, gains : arrays of shape (M,)
+        At most ``most``; what would add less than ``least`` is left out, but for the first.
+    """
+    gain = overlap.sum(1, dtype=np.float64)
+    held = np.zeros(len(overlap), np.float32)
+    picked, gains = np.empty(most, np.int64), np.empty(most, np.float32)
+    for step in range(most):
+        top = gain.max()
+        if step and top < least - TIE:
+            return picked[:step], gains[:step]
+        best = int((gain >= top - TIE).argmax())
+        picked[step], gains[step] = best, max(top, 0.0)
+        mine = overlap[best]
+        better = np.flatnonzero(mine > held)
+        columns = overlap[better]  # symmetric, so rows: only these patches are covered better than before
+        lost = np.maximum(columns - held[better, None], 0) - np.maximum(columns - mine[better, None], 0)
+        gain -= lost.sum(0, dtype=np.float64)
+        held[better] = mine[better]
+        gain[best] = -np.inf
+    return picked, np.minimum.accumulate(gains)
+
+
+def far(overlap: Floats, most: int, least: float) -> tuple[Ints, Floats]:
+    """Pick the most central patch, then always the one whose largest overlap with any picked is smallest."""
+    first = int((overlap.sum(1, dtype=np.float64)).argmax())
+    picked, gains = np.empty(most, np.int64), np.empty(most, np.float32)
+    lack = np.ones(len(overlap), np.float32)
+    for step in range(most):
+        best = int((lack >= lack.max() - TIE).argmax()) if step else first
+        if step and lack[best] < least - TIE:
+            return picked[:step], gains[:step]
+        picked[step], gains[step] = best, max(lack[best], 0.0)
+        lack = np.minimum(lack, 1 - overlap[best])
+        lack[picked[: step + 1]] = -np.inf
+    return picked, gains

@@ -1,0 +1,213 @@
+"""TORINO-X: cases by hand, its rule transcribed as it is written, and what follows from it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torino import (
+    SAE,
+    BadParameter,
+    Concepts,
+    RawEmbedding,
+    UnmetBudget,
+    VisualTokens,
+    calibrate_cover,
+    make,
+)
+from torino.reducers.torino_x import TIE, TorinoX, cover, far, overlaps_of
+from torino.testing import check_reducer
+
+RAW = RawEmbedding()
+
+
+def image(*latents: int, grid: tuple[int, int] | None = None) -> VisualTokens:
+    """Patches that have one concept each."""
+    patches = torch.eye(9)[list(latents)]
+    return VisualTokens(patches, grid or (1, len(latents)))
+
+
+def slow_overlaps(concepts: Concepts) -> list[list[float]]:
+    codes: list[dict[int, float]] = []
+    for index, value in zip(concepts.indices.tolist(), concepts.values.tolist(), strict=True):
+        code = {i: v for i, v in zip(index, value, strict=True) if i >= 0}
+        norm = sqrt(sum(v * v for v in code.values()))
+        codes.append({i: v / norm for i, v in code.items()})
+    n = len(codes)
+    table = [[sum(v * codes[j].get(i, 0.0) for i, v in codes[a].items()) for j in range(n)] for a in range(n)]
+    for a in range(n):
+        for b in range(n):
+            if a == b or (not codes[a] and not codes[b]):
+                table[a][b] = 1.0
+    return table
+
+
+def slow_cover(table: list[list[float]], most: int, least: float) -> tuple[list[int], list[float]]:
+    """All of f anew for every candidate."""
+    n = len(table)
+
+    def f(some: list[int]) -> float:
+        return sum(max((table[i][j] for i in some), default=0.0) for j in range(n))
+
+    picked: list[int] = []
+    gains: list[float] = []
+    while len(picked) < most:
+        gain = {i: f([*picked, i]) - f(picked) for i in range(n) if i not in picked}
+        top = max(gain.values())
+        if picked and top < least - TIE:
+            break
+        picked.append(min(i for i, value in gain.items() if value >= top - TIE))
+        gains.append(top)
+    return picked, gains
+
+
+@st.composite
+def some_concepts(draw: Any) -> Concepts:
+    """Few latents and few strengths, so that many patches tie; silent ones among them."""
+    n, k, latents = draw(st.integers(1, 14)), draw(st.integers(1, 4)), draw(st.integers(4, 9))
+    seed = draw(st.integers(0, 10_000))
+    source = np.random.default_rng(seed)
+    index = np.stack([source.permutation(latents)[:k] for _ in range(n)])
+    levels = source.integers(1, draw(st.sampled_from([2, 4, 1000])) + 1, (n, k)).astype(np.float32)
+    value = -np.sort(-levels, 1)
+    silent = np.arange(k) >= source.integers(0, k + 1, n)[:, None]
+    return Concepts(
+        torch.from_numpy(np.where(silent, -1, index)),
+        torch.from_numpy(np.where(silent, 0, value).astype(np.float32)),
+        torch.from_numpy(np.where(silent[:, 0], 0, value[:, 0]).astype(np.float32)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(some_concepts(), st.sampled_from([0.0, 0.05, 0.4, 1.0, 3.0]), st.integers(1, 14))
+def test_the_walk_is_the_rule(concepts: Concepts, least: float, most: int) -> None:
+    table = overlaps_of(concepts)
+    wanted = slow_overlaps(concepts)
+    assert np.allclose(table, wanted, atol=1e-6)
+    most = min(most, len(concepts))
+    picked, gains = cover(table, most, least)
+    slow_picked, slow_gains = slow_cover(wanted, most, least)
+    assert picked.tolist() == slow_picked
+    assert np.allclose(gains, slow_gains, atol=1e-4)
+    assert (np.diff(gains) <= 0).all()
+    assert len(set(picked.tolist())) == len(picked)
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_concepts())
+def test_the_ablation_takes_what_is_farthest(concepts: Concepts) -> None:
+    table = overlaps_of(concepts)
+    picked, gains = far(table, len(table), 0.0)
+    assert sorted(picked.tolist()) == list(range(len(table)))
+    for step in range(1, len(picked)):
+        lack = 1 - table[picked[:step]].max(0)
+        lack[picked[:step]] = -1
+        assert lack[picked[step]] >= lack.max() - 2 * TIE
+        assert gains[step] == pytest.approx(max(lack[picked[step]], 0), abs=1e-6)
+
+
+def test_one_token_for_each_thing_then_nothing_more_to_cover() -> None:
+    plan = TorinoX(RAW, least=0.5, concepts=1).plan(image(0, 0, 1, 0, 2, 1))
+    assert plan.anchor.tolist() == [0, 2, 4]
+    assert plan.assigned.tolist() == [0, 0, 1, 0, 2, 1]
+    assert plan.score.tolist() == [3, 2, 1]
+    assert plan.concept.tolist() == [0, 1, 2]
+    assert plan.is_pruning
+
+
+def test_a_small_thing_survives_where_the_largest_groups_would_fill_the_budget() -> None:
+    # two halves of one thing in the eyes of top-1 sets; codes know that they overlap
+    patches = torch.tensor([[1.0, 0.9, 0.0]] * 4 + [[0.9, 1.0, 0.0]] * 4 + [[0.0, 0.0, 1.0]])
+    tokens = VisualTokens(patches, (1, 9))
+    assert make("torino-p", sae=RAW, k=1, delta=1, budget=2).plan(tokens).anchor.tolist() == [0, 4]
+    assert TorinoX(RAW, budget=2, concepts=2).plan(tokens).anchor.tolist() == [0, 8]
+
+
+def test_every_budget_begins_a_larger_one_and_least_moves_smoothly() -> None:
+    tokens = VisualTokens(torch.randn(36, 16, generator=torch.Generator().manual_seed(1)), (6, 6))
+    sae = SAE(torch.randn(64, tokens.width, generator=torch.Generator().manual_seed(0)))
+    walks = [TorinoX(sae, budget=b, order="native").plan(tokens).anchor.tolist() for b in range(1, 37)]
+    assert all(longer[: len(shorter)] == shorter for shorter, longer in pairwise(walks))
+    lengths = [len(TorinoX(sae, least=least).plan(tokens)) for least in np.linspace(0, 4, 40)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert len(set(lengths)) > 8
+
+
+def test_images_share_a_pooled_budget() -> None:
+    rich, plain = image(*range(8)), image(0, 0, 0, 0, 1, 1, 1, 2)
+    plans = TorinoX(RAW, budget=4, pooled=True, concepts=1).plan_batch([rich, plain])
+    assert plans.lengths.sum() == 8
+    assert len(plans[0]) > len(plans[1]) >= 1
+    with pytest.raises(UnmetBudget, match="18 tokens"):
+        TorinoX(RAW, budget=9, pooled=True, concepts=1).plan_batch([rich, plain])
+
+
+def test_merging_adds_what_a_token_stands_for_and_keeps_its_length() -> None:
+    patches = torch.tensor([[3.0, 0.0, 0.1], [2.0, 0.0, 0.5], [0.0, 5.0, 0.0]])
+    tokens = VisualTokens(patches, (1, 3))
+    plan = TorinoX(RAW, budget=2, concepts=3, form="merge").plan(tokens)
+    merged = plan.apply(patches)
+    assert plan.offsets.diff().tolist() == [2, 1]
+    assert torch.allclose(merged.norm(dim=1), patches[plan.anchor].norm(dim=1))
+    assert torch.allclose(merged[1], patches[2])
+
+
+@pytest.mark.parametrize("given", [{}, {"budget": 5}, {"form": "merge", "budget": 7}, {"pick": "far", "least": 0.3}])
+@pytest.mark.parametrize("reader", ["raw", "sae"])
+def test_contract(given: dict[str, Any], reader: str) -> None:
+    width = 24
+    source = torch.Generator().manual_seed(3)
+    sae: Any = RAW if reader == "raw" else SAE(torch.randn(40, width, generator=source), threshold=0.5)
+    check_reducer(TorinoX(sae, **given))
+
+
+def test_silent_patches_are_alike() -> None:
+    silent = Concepts.of([[], [1], []])
+    assert overlaps_of(silent).tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
+
+
+def test_a_threshold_for_a_wanted_average() -> None:
+    source = torch.Generator().manual_seed(0)
+    images = [
+        VisualTokens(torch.randn(6, 20, generator=source)[torch.randint(n, (36,), generator=source)], (6, 6))
+        for n in (2, 4, 6)
+    ]
+    images = [one.with_(patches=one.patches + 0.3 * torch.randn(36, 20, generator=source)) for one in images]
+    reducer = TorinoX(RAW, concepts=8)
+    for target in (1, 4, 9.5, 20, 36):
+        found = calibrate_cover(images, target, reducer=reducer)
+        plans = TorinoX(RAW, concepts=8, least=found.least).plan_batch(images)
+        assert plans.lengths.tolist() == found.counts.tolist()
+        assert abs(found.mean - target) < 0.4
+    with pytest.raises(BadParameter, match="at least 1 token"):
+        calibrate_cover(images, 0, reducer=reducer)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"budget": 0}, "budget"),
+        ({"concepts": 0}, "concepts"),
+        ({"least": -1.0}, "least must be a number of patches"),
+        ({"least": float("nan")}, "least"),
+        ({"pooled": True}, "pooled images share a budget"),
+        ({"pick": "near"}, "pick"),
+        ({"form": "sum"}, "form"),
+        ({"order": "up"}, "order"),
+    ],
+)
+def test_bad_hyperparameters(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadParameter, match=said):
+        TorinoX(RAW, **given)
+
+
+def test_a_budget_beyond_the_patches() -> None:
+    with pytest.raises(UnmetBudget, match="cannot give 7 tokens"):
+        TorinoX(RAW, budget=7, concepts=1).plan(image(0, 1, 2))
