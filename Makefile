@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP) ## Install torino and the tools to work on it into .venv
 
-demo: $(STAMP) ## Install, then reduce the bundled photos and tell what happened
-	$(BIN)/torino reduce --explain 1
+demo: $(STAMP) ## Install, then draw the concepts of a bundled photo, and ask about it
+	$(BIN)/torino look --show
+	$(BIN)/torino ask astronaut "Is there a person in the photo?"
 
 test: $(STAMP) ## Install, then run all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

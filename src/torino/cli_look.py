@@ -36,7 +36,7 @@ LARGEST = 4  # groups that are told of each setting
 def look(
     image: Annotated[
         str | None,
-        typer.Argument(metavar="IMAGE", help="An image file, or astronaut, coffee (if left out), chelsea or rocket."),
+        typer.Argument(metavar="IMAGE", help="An image file, or astronaut (if left out), coffee, chelsea or rocket."),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .jpg or .webp.")] = PICTURE,
     method: Annotated[

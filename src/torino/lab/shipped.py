@@ -9,7 +9,7 @@ from torino.example import example_folder
 from torino.lab.model import SHIPPED
 from torino.sae import SAE
 
-PHOTO = "coffee"
+PHOTO = "astronaut"
 
 
 def lab_sae(folder: Path | None = None, *, decoder: bool = True) -> SAE:
@@ -32,5 +32,5 @@ def lab_sae(folder: Path | None = None, *, decoder: bool = True) -> SAE:
 
 
 def lab_photo() -> Path:
-    """A photo in the public domain (CC0), for a first look; ``data/example/README.md`` has its credits."""
+    """A photo in the public domain, for a first look; ``data/example/README.md`` has its credits."""
     return example_folder() / "photos" / f"{PHOTO}.jpg"

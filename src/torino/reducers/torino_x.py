@@ -12,7 +12,6 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from torino.concepts import ConceptEncoder, Concepts, Rank
 from torino.errors import BadParameter
@@ -157,6 +156,8 @@ class TorinoX(Reducer):
         member, row, size = kept, np.arange(len(kept)), np.ones(len(kept), np.int64)
         weight = np.ones(len(kept), np.float32)
         if self.form == "merge":
+            from scipy.sparse import csr_array
+
             member = np.lexsort((np.arange(len(assigned)), assigned))
             row, size = assigned[member], np.bincount(assigned, minlength=len(kept))
             weight = overlap[kept[row], member]
@@ -180,6 +181,8 @@ class TorinoX(Reducer):
 
 def overlaps_of(concepts: Concepts) -> Floats:
     """How much the codes of two patches overlap, (N, N): 1 for the same, 0 for no concept in common."""
+    from scipy.sparse import csr_array  # torino is imported without it
+
     index, value = concepts.indices.numpy(), concepts.values.numpy()
     active = (index >= 0) & (value > 0)  # raw coordinates may be negative
     value = value[active]
