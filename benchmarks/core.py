@@ -27,8 +27,8 @@ from report import machine, parser, peak_extra_memory, ratio, table, time_repeat
 from torch import Tensor
 
 from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
+from torino.bench.gauges import survivors
 from torino.example import example_sae, example_tokens
-from torino.screen import Told, backend_for
 
 K, DELTA = 3, 3  # the paper's finest setting, and its most costly
 
@@ -211,14 +211,6 @@ class Batch:
 
         return run
 
-    def survivors(self) -> Told:
-        """What the screen could not exclude."""
-        if backend_for(torch.device("cpu")) is None:
-            raise SystemExit("The screen needs onnxruntime: pip install torino[fast].")
-        told: list[Told] = []
-        self.sae.top(self.packed, K, screen="int8", told=told)
-        return Told(*(torch.cat(parts) for parts in zip(*told, strict=True)))
-
 
 def _images(count: int) -> str:
     return "1 image" if count == 1 else f"{count} images"
@@ -291,11 +283,11 @@ def measure_screen(batches: list[Batch], rounds: int) -> tuple[list[list[str]], 
         times.append(
             [batch.name, median["product"], median["off"], median["int8"], *shares, "yes" if same else "**no**"]
         )
-        told = batch.survivors()
-        counts = told.survivors.double()
-        middle, most = counts.quantile(torch.tensor([0.5, 0.99]).double()).tolist()
-        spread = [f"{float(counts.mean()):.1f}", f"{middle:.0f}", f"{most:.0f}", f"{float(counts.max()):.0f}"]
-        left.append([batch.name, *spread, f"{int(told.plain.sum())} of {len(x):,}"])
+        told = survivors(sae, batch.images, K)
+        if told is None:
+            raise SystemExit("The screen needs onnxruntime: pip install torino[fast].")
+        spread = [f"{told['mean']:.1f}", *(f"{told[name]:.0f}" for name in ("median", "percentile_99", "most"))]
+        left.append([batch.name, *spread, f"{told['left_to_plain']} of {len(x):,}"])
     return times, left
 
 

@@ -43,6 +43,7 @@ from torch.nn.functional import cross_entropy
 from torino.files import write_json, write_whole
 from torino.lab.corpus import Corpus, check_apart, read_photos
 from torino.lab.tower import BLOCK, lab_tower
+from torino.reduction import Reduction
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARD = 100  # pictures a file of features
@@ -369,6 +370,33 @@ def pace(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
+def judge(
+    model: Reader,
+    tokenizer: Tokenizer,
+    pictures: Sequence[Tensor],
+    asked: Sequence[list[dict[str, str]]],
+    plans: Sequence[Reduction] | None = None,
+) -> dict[str, list[tuple[bool, float]]]:
+    """Of every question, by kind: whether each token of the answer would be written, and the nats it costs.
+
+    With ``plans`` the pictures, tokens (576, 384) each, are reduced first.
+    """
+    head = torch.tensor([tokenizer.encode(PREFIX).ids])
+    found: dict[str, list[tuple[bool, float]]] = {}
+    for number, (picture, some) in enumerate(zip(pictures, asked, strict=True)):
+        seen = picture if plans is None else plans[number].apply(picture)
+        coded = [encode(tokenizer, question) for question in some]
+        row = pack(coded, sum(len(tokens) for tokens, _ in coded), torch.arange(len(coded)))
+        text, positions, mask, target, _ = collate([row], head.shape[1], len(seen))
+        logits = model.llama.lm_head(model(seen[None], head, text, positions, mask))[0]
+        surprise = cross_entropy(logits, target[0], reduction="none", ignore_index=-100)
+        good = (logits.argmax(-1) == target[0]) | (target[0] < 0)
+        for place, question in enumerate(some):
+            mine = row[1][: text.shape[1]] == place
+            found.setdefault(question["kind"], []).append((bool(good[mine].all()), float(surprise[mine].sum())))
+    return found
+
+
 def check(args: argparse.Namespace) -> None:
     """Share of questions of each kind whose whole answer the model would write, about pictures made of dev photos."""
     if args.dev is None:
@@ -381,19 +409,14 @@ def check(args: argparse.Namespace) -> None:
     model = Reader(tokenizer.get_vocab_size(), args).eval()
     held = torch.load(args.work / "checkpoint.pt", weights_only=True)
     model.load_state_dict(held["model"])
-    head = torch.tensor([tokenizer.encode(PREFIX).ids])
-    right: dict[str, list[bool]] = {}
-    pictures = [one for file in shards(work) for one in np.load(file, mmap_mode="r")]
-    for picture, (asked, *_) in zip(pictures, questions(work), strict=True):
-        coded = [encode(tokenizer, question) for question in asked]
-        row = pack(coded, sum(len(tokens) for tokens, _ in coded), torch.arange(len(coded)))
-        text, positions, mask, target, _ = collate([row], head.shape[1])
-        states = model(torch.from_numpy(np.array(picture)).float()[None], head, text, positions, mask)
-        good = (model.llama.lm_head(states).argmax(-1) == target) | (target < 0)
-        for number, question in enumerate(asked):
-            mine = row[1][: text.shape[1]] == number
-            right.setdefault(question["kind"], []).append(bool(good[0, mine].all()))
-    told = {kind: {"right": sum(values) / len(values), "of": len(values)} for kind, values in sorted(right.items())}
+    pictures = [
+        torch.from_numpy(np.array(one)).float() for file in shards(work) for one in np.load(file, mmap_mode="r")
+    ]
+    found = judge(model, tokenizer, pictures, [sets[0] for sets in questions(work)])
+    told = {
+        kind: {"right": sum(right for right, _ in values) / len(values), "of": len(values)}
+        for kind, values in sorted(found.items())
+    }
     write_json(args.work / f"check-{held['step']}.json", {"step": held["step"], "kinds": told})
     say(
         f"step {held['step']}, dev pictures: "
@@ -446,7 +469,7 @@ def main() -> None:
     add("--layers", type=int, default=6, help="of the language model (default: %(default)s)")
     add("--room", type=int, default=340, help="tokens of questions and answers a picture (default: %(default)s)")
     add("--passes", type=int, default=3, help="over the pictures, of the stage align (default: %(default)s)")
-    add("--steps", type=int, default=7000, help="of training (default: %(default)s)")
+    add("--steps", type=int, default=4500, help="of training (default: %(default)s)")
     add("--batch", type=int, default=4, help="pictures a step (default: %(default)s)")
     add("--rate", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of corpus, weights and order (default: %(default)s)")

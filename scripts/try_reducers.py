@@ -9,7 +9,7 @@ Examples
 ::
 
     python scripts/try_reducers.py --work build/lab --sae build/lab/saes/all/x16 \
-        'torino-m(k=2, delta=2)' 'torino-x(overlap=0.5)' --budgets 192,64 divprune torino-x
+        'torino-m(k=2, delta=2)' 'torino-x(least=0.3)' --budgets 192,64 divprune torino-x
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ import argparse
 import json
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import torch
 from lab_reader import Reader
-from torch.nn.functional import cross_entropy
-from train_lab import PREFIX, collate, encode, make_tokenizer, pack, questions, shards
+from train_lab import judge, make_tokenizer, questions, shards
 
 from torino import SAE, RawEmbedding, VisualTokens, make
 from torino.errors import TorinoError
@@ -34,27 +32,6 @@ from torino.files import write_json
 from torino.reducers import Reducer
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@torch.no_grad()
-def judge(model: Reader, tokenizer, pictures, asked, plans) -> dict[str, list[tuple[bool, float]]]:
-    """Right or not, and how surprised, of every question, by kind; ``plans`` None for all tokens."""
-    head = torch.tensor([tokenizer.encode(PREFIX).ids])
-    found: dict[str, list[tuple[bool, float]]] = defaultdict(list)
-    for number, (picture, some) in enumerate(zip(pictures, asked, strict=True)):
-        seen = picture if plans is None else plans[number].apply(picture)
-        coded = [encode(tokenizer, question) for question in some]
-        row = pack(coded, sum(len(tokens) for tokens, _ in coded), torch.arange(len(coded)))
-        text, positions, mask, target, _ = collate([row], head.shape[1], len(seen))
-        states = model(seen[None], head, text, positions, mask)
-        logits = model.llama.lm_head(states)[0]
-        target, segment = target[0], row[1][: text.shape[1]]
-        surprise = cross_entropy(logits, target, reduction="none", ignore_index=-100)
-        good = (logits.argmax(-1) == target) | (target < 0)
-        for place, question in enumerate(some):
-            mine = segment == place
-            found[question["kind"]].append((bool(good[mine].all()), float(surprise[mine].sum())))
-    return found
 
 
 def main() -> None:
@@ -88,7 +65,7 @@ def main() -> None:
     for spec in args.specs:
         name = spec.partition("(")[0]
         own = {"sae": sae} if takes(name, "sae") else {}
-        for budget in [None] if "budget=" in spec or not budgets or "overlap=" in spec else budgets:
+        for budget in [None] if "budget=" in spec or not budgets or "least=" in spec else budgets:
             extra = {} if budget is None else {"budget": budget}
             reducer = make(spec, **own, **extra)
             wanted.append((reducer.spec, reducer))

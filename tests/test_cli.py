@@ -116,6 +116,11 @@ def test_calibrate() -> None:
     assert "--delta" in said
 
 
+def test_calibrate_the_cover() -> None:
+    said = " ".join(torino("calibrate", "--method", "torino-x", "--target", "100").split())
+    assert re.search(r"torino-x\(least=0\.\d+\), 100\.0 tokens on average over 4 images", said)
+
+
 def test_export_round_trip(tmp_path: Path) -> None:
     torino("export", "example", tmp_path / "dl", "--layout", "dictionary_learning")
     facts = json.loads(torino("info", tmp_path / "dl", "--json"))
@@ -164,6 +169,7 @@ def test_mistakes_get_a_sentence_and_code_2(tmp_path: Path) -> None:
         (("info", tmp_path), "No SAE|no SAE"),
         (("list", "everything"), "everything"),
         (("calibrate", "--target", "0"), "target"),
+        (("calibrate", "--method", "tome"), "torino-p, torino-m or torino-x, got 'tome'"),
         (("export", "example", tmp_path / "x", "--layout", "onnx"), "onnx"),
     ]
     for words, expected in cases:

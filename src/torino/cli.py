@@ -245,6 +245,8 @@ def calibrate(
         raise BadParameter(
             "Say which SAE reads these tokens: --sae FOLDER, --sae owner/repository, --sae raw for none."
         )
+    if method.partition("(")[0].strip() not in ("torino-p", "torino-m", "torino-x"):
+        raise BadParameter(f"--method must be torino-p, torino-m or torino-x, got {method!r}.")
     reader = open_sae(sae or "example")
     made = make(method, sae=reader)
     if isinstance(made, TorinoX):
@@ -255,8 +257,6 @@ def calibrate(
             f"{len(images)} images, {low} to {high}."
         )
         return
-    if made.name not in ("torino-p", "torino-m"):
-        raise BadParameter(f"--method must be torino-p, torino-m or torino-x, got {method!r}.")
     found = search(images, target, sae=reader, max_k=max_k)
     table = Table(title=f"tokens per image over {len(images)} images", box=None, pad_edge=False)
     for heading in ("k", "delta", "mean", "min", "median", "max"):

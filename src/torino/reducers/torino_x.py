@@ -113,8 +113,7 @@ class TorinoX(Reducer):
 
     def gains(self, images: Sequence[VisualTokens]) -> list[Floats]:
         """What each further token of an image would add, all N of them, falling: what lengths are decided by."""
-        walk = cover if self.pick == "cover" else far
-        return [walk(overlaps_of(one), len(one), 0.0)[1] for one in self._encode(images)]
+        return [WALKS[self.pick](overlaps_of(one), len(one), 0.0)[1] for one in self._encode(images)]
 
     def _encode(self, images: Sequence[VisualTokens]) -> list[Concepts]:
         packed = pack_patches(images)
@@ -128,7 +127,7 @@ class TorinoX(Reducer):
             return [Concepts(*one) for one in zip(*parts, strict=True)]
 
     def _walk(self, overlap: Floats) -> tuple[Ints, Floats]:
-        n, walk = len(overlap), cover if self.pick == "cover" else far
+        n, walk = len(overlap), WALKS[self.pick]
         if self.budget is None or self.pooled:
             return walk(overlap, n, 0.0 if self.pooled else self.least)
         if self.budget > n:
@@ -237,3 +236,6 @@ def far(overlap: Floats, most: int, least: float) -> tuple[Ints, Floats]:
         lack = np.minimum(lack, 1 - overlap[best])
         lack[picked[: step + 1]] = -np.inf
     return picked, gains
+
+
+WALKS = {"cover": cover, "far": far}
