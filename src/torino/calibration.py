@@ -157,7 +157,7 @@ def calibrate_cover(tokens: Sequence[VisualTokens], target: float, *, reducer: T
     # the first token of an image is always kept; below the gain of each other one there is a threshold to try
     steps = torch.cat([one[1:] for one in gains]).unique().flip(0)
     edges = torch.cat([steps.new_tensor([float("inf")]), steps])
-    middle = (edges[1:-1] + edges[2:]) / 2
+    middle = (edges[1:-1] + edges[2:]) / 2 + TIE  # which the walk allows for
     tries = torch.cat([steps[:1] + 1, middle, steps.new_zeros(1)])
     counts = torch.stack([1 + (one[1:, None] >= tries - TIE).sum(0) for one in gains])
     best = int((counts.double().mean(0) - target).abs().argmin())

@@ -253,7 +253,7 @@ def calibrate(
         cut = calibrate_cover(images, target, reducer=made)
         low, high = int(cut.counts.min()), int(cut.counts.max())
         out.print(
-            f"Nearest to {target:g}: torino-x(least={cut.least:.4g}), {cut.mean:.1f} tokens on average over "
+            f"Nearest to {target:g}: torino-x(least={cut.least:.6g}), {cut.mean:.1f} tokens on average over "
             f"{len(images)} images, {low} to {high}."
         )
         return
