@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -75,7 +76,10 @@ def look(corpus: Corpus, work: Path, block: int) -> None:
     for start in range(0, len(corpus), SHARD):
         file = work / "features" / f"{start:06d}.npy"
         numbers = range(start, min(start + SHARD, len(corpus)))
-        if file.exists() and file.with_suffix(".json").exists():
+        whole = file.exists() and file.with_suffix(".json").exists()
+        if whole and len(np.load(file, mmap_mode="r")) >= len(
+            numbers
+        ):  # the last shard of fewer pictures is not enough
             continue
         tokens = np.empty((len(numbers), PATCHES, WIDTH), dtype=np.float16)
         cls = np.empty((len(numbers), WIDTH), dtype=np.float16)
@@ -240,15 +244,22 @@ def pack(picture: list[tuple[list[int], int]], room: int, order: Tensor) -> tupl
     return text, segment, place, target
 
 
-def collate(rows: list[tuple[Tensor, Tensor, Tensor, Tensor]], head: int, patches: int = PATCHES) -> tuple[Tensor, ...]:
-    """Batch packed questions; each sees the picture and itself, and stands where it would stand alone."""
+def collate(
+    rows: list[tuple[Tensor, Tensor, Tensor, Tensor]], head: int, patches: int = PATCHES, places: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Batch packed questions; each sees the picture and itself, and stands where it would stand alone.
+
+    With ``places`` the tokens of the picture keep the positions that these patches of the whole one had.
+    """
     text, segment, place, target = (torch.stack(part) for part in zip(*rows, strict=True))
     longest = int((segment >= 0).sum(1).max())
     text, segment, place, target = (part[:, :longest] for part in (text, segment, place, target))
     front = head + patches
     seen = torch.ones(len(text), 1, longest, front + longest, dtype=torch.bool)
     seen[:, 0, :, front:] = (segment[:, :, None] == segment[:, None, :]).tril()
-    positions = torch.cat([torch.arange(front).expand(len(text), -1), front + place], 1)
+    before = torch.arange(front) if places is None else torch.cat([torch.arange(head), head + places])
+    after = front if places is None else head + PATCHES
+    positions = torch.cat([before.expand(len(text), -1), after + place], 1)
     segment = segment + MOST * torch.arange(len(text))[:, None]
     return text, positions, seen, target, segment
 
@@ -369,6 +380,15 @@ def pace(step: int, steps: int) -> float:
 # ---------------------------------------------------------------------- 5. checking
 
 
+class Judged(NamedTuple):
+    """What became of one question: the picture it is about, its kind, whether it was answered, and how surprising."""
+
+    picture: int
+    kind: str
+    right: bool
+    surprise: float
+
+
 @torch.no_grad()
 def judge(
     model: Reader,
@@ -376,24 +396,27 @@ def judge(
     pictures: Sequence[Tensor],
     asked: Sequence[list[dict[str, str]]],
     plans: Sequence[Reduction] | None = None,
-) -> dict[str, list[tuple[bool, float]]]:
-    """Of every question, by kind: whether each token of the answer would be written, and the nats it costs.
+    original: bool = False,
+) -> list[Judged]:
+    """Of every question: whether each token of the answer would be written, and the nats it costs.
 
-    With ``plans`` the pictures, tokens (576, 384) each, are reduced first.
+    With ``plans`` the pictures, tokens (576, 384) each, are reduced first; where ``original``, what is left keeps the
+    positions of the whole prompt.
     """
     head = torch.tensor([tokenizer.encode(PREFIX).ids])
-    found: dict[str, list[tuple[bool, float]]] = {}
+    found: list[Judged] = []
     for number, (picture, some) in enumerate(zip(pictures, asked, strict=True)):
         seen = picture if plans is None else plans[number].apply(picture)
         coded = [encode(tokenizer, question) for question in some]
         row = pack(coded, sum(len(tokens) for tokens, _ in coded), torch.arange(len(coded)))
-        text, positions, mask, target, _ = collate([row], head.shape[1], len(seen))
+        places = plans[number].anchor if original and plans is not None else None
+        text, positions, mask, target, _ = collate([row], head.shape[1], len(seen), places)
         logits = model.llama.lm_head(model(seen[None], head, text, positions, mask))[0]
         surprise = cross_entropy(logits, target[0], reduction="none", ignore_index=-100)
         good = (logits.argmax(-1) == target[0]) | (target[0] < 0)
         for place, question in enumerate(some):
             mine = row[1][: text.shape[1]] == place
-            found.setdefault(question["kind"], []).append((bool(good[mine].all()), float(surprise[mine].sum())))
+            found.append(Judged(number, question["kind"], bool(good[mine].all()), float(surprise[mine].sum())))
     return found
 
 
@@ -413,10 +436,10 @@ def check(args: argparse.Namespace) -> None:
         torch.from_numpy(np.array(one)).float() for file in shards(work) for one in np.load(file, mmap_mode="r")
     ]
     found = judge(model, tokenizer, pictures, [sets[0] for sets in questions(work)])
-    told = {
-        kind: {"right": sum(right for right, _ in values) / len(values), "of": len(values)}
-        for kind, values in sorted(found.items())
-    }
+    by_kind: dict[str, list[bool]] = {}
+    for one in found:
+        by_kind.setdefault(one.kind, []).append(one.right)
+    told = {kind: {"right": sum(right) / len(right), "of": len(right)} for kind, right in sorted(by_kind.items())}
     write_json(args.work / f"check-{held['step']}.json", {"step": held["step"], "kinds": told})
     say(
         f"step {held['step']}, dev pictures: "

@@ -1,15 +1,18 @@
 r"""Try reducers on the lab's reader, quickly: all questions about a picture in one pass, on kept features.
 
 The pictures are made of dev photos. For choosing, not for reporting: an answer counts where the model would write each
-of its tokens after the right ones before, and beside it stands how surprised it is by the right answer, which moves
-with less noise. What is reported comes from ``torino eval``.
+of its tokens after the right ones before, and beside it stands the surprise, how many nats the right answer costs,
+which moves with less noise. Questions come in three families, about whole photos, about cells of collages, about
+small and drawn things; what the model has not learned is left out. Means are over questions, then over families; ±
+is half of a 95 % interval of the difference to ``--against``, pictures drawn anew together for both. What is reported
+as a result comes from ``torino eval``.
 
 Examples
 --------
 ::
 
-    python scripts/try_reducers.py --work build/lab --sae build/lab/saes/all/x16 \
-        'torino-m(k=2, delta=2)' 'torino-x(least=0.3)' --budgets 192,64 divprune torino-x
+    python scripts/try_reducers.py --work build/lab --budgets 192,64 divprune torino-x 'torino-x(form="prune")'
+    python scripts/try_reducers.py --work build/lab 'torino-m(k=2, delta=2)' 'torino-x(least=0.3)' --output try.json
 """
 
 from __future__ import annotations
@@ -18,20 +21,105 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from lab_reader import Reader
-from train_lab import judge, make_tokenizer, questions, shards
+from tokenizers import Tokenizer
+from train_lab import Judged, judge, make_tokenizer, questions, shards
 
 from torino import SAE, RawEmbedding, VisualTokens, make
 from torino.errors import TorinoError
 from torino.evaluate.settings import takes
 from torino.files import write_json
 from torino.reducers import Reducer
+from torino.reduction import Reduction
 
 ROOT = Path(__file__).resolve().parents[1]
+FAMILIES = {
+    "photo": "action choice choice-zh colour count doing kind presence quality scene who",
+    "cell": "cell cell-colour cell-presence cell-scene photos photos-of which-cell",
+    "small": "shape shape-colour shape-count shape-presence sign-colour sign-count sign-kind sign-place size small "
+    "small-count",
+}
+FAMILY = {kind: family for family, kinds in FAMILIES.items() for kind in kinds.split()}
+DRAWS = 1000
+
+
+class Bench:
+    """The reader, pictures and questions: what reducers are tried on.
+
+    Parameters
+    ----------
+    work : Path
+        Folder of ``scripts/train_lab.py``, with dev features of its stage check.
+    pictures : int
+    width, layers : int
+        Of the reader.
+    """
+
+    def __init__(self, work: Path, pictures: int, width: int = 256, layers: int = 6) -> None:
+        args = argparse.Namespace(work=work, vocabulary=0, width=width, layers=layers)
+        self.tokenizer: Tokenizer = make_tokenizer(args)
+        self.model = Reader(self.tokenizer.get_vocab_size(), args).eval()
+        held = torch.load(work / "checkpoint.pt", weights_only=True)
+        self.model.load_state_dict(held["model"])
+        self.step = int(held["step"])
+        seen = [np.load(file, mmap_mode="r") for file in shards(work / "dev")]
+        self.pictures = [torch.from_numpy(np.array(one)).float() for part in seen for one in part][:pictures]
+        self.images = [VisualTokens(one, (24, 24)) for one in self.pictures]
+        self.asked = [sets[0] for sets in questions(work / "dev")][:pictures]
+        self.asked = [[one for one in some if one["kind"] in FAMILY] for some in self.asked]
+
+    def run(self, plans: Sequence[Reduction] | None, original: bool = False) -> dict[str, Any]:
+        """Ask all questions; right or wrong, and surprise, in one order for all."""
+        begin = time.monotonic()
+        found = judge(self.model, self.tokenizer, self.pictures, self.asked, plans, original)
+        return {
+            "tokens": 576.0 if plans is None else float(np.mean([len(plan.anchor) for plan in plans])),
+            "seconds": round(time.monotonic() - begin, 1),
+            "right": [int(one.right) for one in found],
+            "surprise": [round(min(one.surprise, 20.0), 5) for one in found],
+        }
+
+    def order(self) -> tuple[np.ndarray, np.ndarray]:
+        """Picture and family, as a number, of each question."""
+        told = [Judged(i, one["kind"], False, 0.0) for i, some in enumerate(self.asked) for one in some]
+        names = list(FAMILIES)
+        return np.array([one.picture for one in told]), np.array([names.index(FAMILY[one.kind]) for one in told])
+
+
+class Table:
+    """Prints one line for each, with the difference to a first one."""
+
+    def __init__(self, bench: Bench, seed: int = 0) -> None:
+        self.picture, self.family = bench.order()
+        draws = np.random.default_rng(seed).integers(0, len(bench.pictures), (DRAWS, len(bench.pictures)))
+        self.weight = np.stack([np.bincount(one, minlength=len(bench.pictures)) for one in draws])[:, self.picture]
+
+    def means(self, value: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """Weighted means over questions, by family, shape (draws, families)."""
+        parts = [self.family == one for one in range(len(FAMILIES))]
+        return np.stack([weight[:, at] @ value[at] / np.maximum(weight[:, at].sum(1), 1) for at in parts], 1)
+
+    def line(self, label: str, one: dict[str, Any], first: dict[str, Any] | None) -> str:
+        """Tokens, share right, surprise with the half width of its difference, and surprise by family."""
+        once = np.ones((1, len(self.picture)))
+        right, surprise = np.array(one["right"], float), np.array(one["surprise"])
+        by_family = self.means(surprise, once)[0]
+        apart = " " * 15
+        if first is not None and first is not one:
+            drawn = self.means(surprise - np.array(first["surprise"]), self.weight).mean(1)
+            low, high = np.quantile(drawn, (0.025, 0.975))
+            apart = f"{(low + high) / 2:+.3f} ± {(high - low) / 2:.3f} "
+        parts = " ".join(f"{name} {value:.3f}" for name, value in zip(FAMILIES, by_family, strict=True))
+        return (
+            f"{one['tokens']:6.1f}  right {100 * self.means(right, once).mean():5.1f}  surprise {by_family.mean():.3f} "
+            f" {apart} {parts}  {label}"
+        )
 
 
 def main() -> None:
@@ -39,62 +127,47 @@ def main() -> None:
     add = parser.add_argument
     add("specs", nargs="+", help="reducers; with --budgets those without a budget of their own get each of them")
     add("--work", type=Path, required=True, help="folder of scripts/train_lab.py, with dev features of its stage check")
-    add("--sae", type=Path, help="SAE of those that read concepts")
+    add("--sae", type=Path, default=ROOT / "src/torino/data/lab/sae", help="of those that read concepts; or 'raw'")
     add("--budgets", default="", help="separated by commas")
-    add("--pictures", type=int, default=150)
+    add("--against", help="spec that the others are compared with, budget by budget; by default the first")
+    add("--original", action="store_true", help="what is left keeps its positions in the whole prompt")
+    add("--pictures", type=int, default=300)
     add("--width", type=int, default=256)
     add("--layers", type=int, default=6)
-    add("--output", type=Path, help="JSON, added to")
+    add("--threads", type=int, default=2)
+    add("--output", type=Path, help="JSON, added to; what is in it is not tried again")
     args = parser.parse_args()
-    args.vocabulary = 0
-    tokenizer = make_tokenizer(args)
-    model = Reader(tokenizer.get_vocab_size(), args).eval()
-    held = torch.load(args.work / "checkpoint.pt", weights_only=True)
-    model.load_state_dict(held["model"])
-    dev = args.work / "dev"
-    pictures = [torch.from_numpy(np.array(one)).float() for file in shards(dev) for one in np.load(file, mmap_mode="r")]
-    pictures = pictures[: args.pictures]
-    asked = [sets[0] for sets in questions(dev)][: args.pictures]
-    images = [VisualTokens(one, (24, 24)) for one in pictures]
-    sae = SAE.load(args.sae) if args.sae else RawEmbedding()
-    if isinstance(sae, SAE):
-        sae.screen = "off"
-    told = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
-    wanted: list[tuple[str, Reducer | None]] = [("full", None)]
-    budgets = [int(one) for one in args.budgets.split(",") if one]
-    for spec in args.specs:
-        name = spec.partition("(")[0]
-        own = {"sae": sae} if takes(name, "sae") else {}
-        for budget in [None] if "budget=" in spec or not budgets or "least=" in spec else budgets:
-            extra = {} if budget is None else {"budget": budget}
-            reducer = make(spec, **own, **extra)
-            wanted.append((reducer.spec, reducer))
-    kinds: list[str] = []
-    for label, reducer in wanted:
-        key = f"{label} @ {held['step']}"
-        if key not in told:
-            begin = time.monotonic()
-            try:
-                plans = None if reducer is None else reducer.plan_batch(images)
-            except TorinoError as error:
-                print(f"{label}: {error}", file=sys.stderr)
-                continue
-            found = judge(model, tokenizer, pictures, asked, plans)
-            told[key] = {
-                "tokens": 576 if plans is None else float(plans.lengths.float().mean()),
-                "seconds": round(time.monotonic() - begin, 1),
-                "kinds": {
-                    kind: [float(np.mean([g for g, _ in v])), float(np.mean([s for _, s in v])), len(v)]
-                    for kind, v in sorted(found.items())
-                },
-            }
-            if args.output:
-                write_json(args.output, told)
-        one = told[key]
-        kinds = kinds or list(one["kinds"])
-        right = np.mean([one["kinds"][kind][0] for kind in kinds])
-        surprise = np.mean([min(one["kinds"][kind][1], 20) for kind in kinds])
-        print(f"{one['tokens']:7.1f}  right {100 * right:5.1f}  surprise {surprise:6.3f}  {label}", flush=True)
+    torch.set_num_threads(args.threads)
+    bench = Bench(args.work, args.pictures, args.width, args.layers)
+    sae = RawEmbedding() if str(args.sae) == "raw" else SAE.load(args.sae)
+    held: dict[str, Any] = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
+    table = Table(bench)
+    budgets = [int(one) for one in args.budgets.split(",") if one] or [None]
+    for budget in budgets:
+        first: dict[str, Any] | None = None
+        specs = list(args.specs) if args.against is None else [args.against, *args.specs]
+        for spec in dict.fromkeys(["full", *specs] if budget == budgets[0] else specs):
+            reducer = None if spec == "full" else _made(spec, sae, budget)
+            label = "full" if reducer is None else reducer.spec
+            key = f"{label} @ {bench.step}, {args.pictures} pictures, {args.sae.name}{', original' * args.original}"
+            if key not in held:
+                try:
+                    plans = None if reducer is None else reducer.plan_batch(bench.images)
+                except TorinoError as error:
+                    print(f"{label}: {error}", file=sys.stderr)
+                    continue
+                held[key] = bench.run(plans, args.original)
+                if args.output:
+                    write_json(args.output, held)
+            if reducer is not None and first is None:
+                first = held[key]
+            print(table.line(label, held[key], first), flush=True)
+
+
+def _made(spec: str, sae: SAE | RawEmbedding, budget: int | None) -> Reducer:
+    own: dict[str, Any] = {"sae": sae} if takes(spec.partition("(")[0], "sae") else {}
+    fixed = budget is None or "budget=" in spec or "least=" in spec
+    return make(spec, **own, **({} if fixed else {"budget": budget}))
 
 
 if __name__ == "__main__":

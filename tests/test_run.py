@@ -26,7 +26,7 @@ from torino.ask import ask, open_vlm
 from torino.evaluate.engine import Asked, Engine
 from torino.evaluate.records import Records, read_records
 from torino.evaluate.results import open_run
-from torino.evaluate.run import Plan, evaluate, mean_length
+from torino.evaluate.run import Plan, _added, evaluate, mean_length
 from torino.evaluate.settings import FULL, dynamic_settings, fixed_settings, matched_settings
 from torino.evaluate.tasks import Task, open_task
 
@@ -217,10 +217,10 @@ def test_what_is_asked_together_does_not_depend_on_what_is_missing(
     )
     asked = [Asked(("t", "0"), "what is this ?", 2)]
     list(engine.answers([picture(1)], asked, lambda key, name: True))
-    assert together == [["c", "r"], ["s", "full"]]
+    assert together == [["r", "s"], ["full"], ["c"]]
     together.clear()
     list(engine.answers([picture(1)], asked, lambda key, name: name in ("r", "full")))  # as after a crash
-    assert together == [["c", "r"], ["s", "full"]]
+    assert together == [["r", "s"], ["full"]]
 
 
 # ---------------------------------------------------------------------- runs
@@ -409,14 +409,50 @@ def test_a_run_is_found_from_another_folder(
     assert open_run(tmp_path / "run").scores()["small"]["full"].counts["answered"] == 2
 
 
+def test_a_run_takes_further_methods(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
+    tasks = [task(tmp_path, images=2)]
+    few = replace(PLAN, methods=["torino-m", "random"])
+    go(tmp_path / "grown", tasks, vlm, sae, plan=few)
+    before = {(row["setting"], row["index"]): row for row in open_run(tmp_path / "grown").rows()}
+    go(tmp_path / "grown", tasks, vlm, sae)
+    go(tmp_path / "whole", tasks, vlm, sae)
+    assert table(tmp_path / "grown") == table(tmp_path / "whole")
+    after = {(row["setting"], row["index"]): row for row in open_run(tmp_path / "grown").rows()}
+    assert before.items() <= after.items()
+    assert len(open_run(tmp_path / "grown").facts["added"]) == 1
+    go(tmp_path / "grown", tasks, vlm, sae, plan=few)  # fewer again: nothing is lost
+    assert table(tmp_path / "grown") == table(tmp_path / "whole")
+
+
+def test_a_picture_is_read_once_for_all_its_questions(vlm: tuple[Any, Any], sae: SAE) -> None:
+    model, processor = vlm
+    read: list[int] = []
+    handle = model.model.language_model.register_forward_pre_hook(
+        lambda _, args, given: read.append(given["inputs_embeds"].shape[1]), with_kwargs=True
+    )
+    try:
+        engine = Engine(model, processor, {"full": None}, on_error="stop")
+        asked = [Asked(("t", str(n)), f"what is {n} ?", 1) for n in range(3)]
+        list(engine.answers([picture(1)], asked, lambda key, name: True))
+        together = list(read)
+        read.clear()
+        list(engine.answers([picture(1)], asked[:1], lambda key, name: True))
+        (alone,) = read
+    finally:
+        handle.remove()
+    assert together[0] > 16
+    assert len(together) == 4
+    assert all(together[0] + each == alone for each in together[1:])
+
+
 def test_other_arguments_are_another_run(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
     plan = Plan(["random"], dynamic=[], fixed=[5], seeds=1)
     tasks = [task(tmp_path, images=1)]
     go(tmp_path / "run", tasks, vlm, sae, plan=plan)
     with pytest.raises(BadParameter, match="begun with padding 'crop', and now it is 'square'"):
         go(tmp_path / "run", tasks, vlm, sae, plan=plan, padding="square")
-    with pytest.raises(BadParameter, match="other methods or tiers"):
-        go(tmp_path / "run", tasks, vlm, sae, plan=Plan(["random"], dynamic=[], fixed=[6], seeds=1))
+    with pytest.raises(BadParameter, match=r"own is divprune\(budget=5\), and now it would be divprune\(budget=6\)"):
+        _added(tmp_path, [{"id": "own", "spec": "divprune(budget=5)"}], [{"id": "own", "spec": "divprune(budget=6)"}])
     with pytest.raises(BadParameter, match="other tasks or other data"):
         go(tmp_path / "run", [task(tmp_path, "other", images=1)], vlm, sae, plan=plan)
     write_tsv(tmp_path / "small.tsv", images=2)

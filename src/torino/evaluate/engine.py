@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ class Answered:
     tokens, before : int
         Visual tokens that the language model got, and those of the full prompt.
     seconds : dict
-        ``tower``, ``plan``, ``projector``, and ``answer`` of the ``batch`` of answers made together.
+        ``tower``, ``plan``, ``projector``, and ``answer`` of the ``batch`` of answers made together. Where several
+        questions are about one picture, ``answer`` of the first one has the reading of the picture in it.
     error : str
     """
 
@@ -78,9 +80,30 @@ class _Part:
     seconds: dict[str, float]
 
 
+class _Lead:
+    """The prompt up to the end of its pictures, which the language model reads once for all questions about them."""
+
+    def __init__(self) -> None:
+        self._ids: Tensor | None = None
+        self._cache: Any = None
+
+    def go_on(self, model: Any, shrunk: Mapping[str, Any], image_token: int) -> dict[str, Any]:
+        """The inputs of a whole prompt, so that only what follows the pictures is still to be read."""
+        ids, mask = shrunk["input_ids"], shrunk["attention_mask"]
+        end = 1 + int((ids == image_token).any(0).nonzero().max())
+        if self._ids is None or not torch.equal(self._ids, ids[:, :end]):
+            seen = {"input_ids": ids[:, :end], "attention_mask": mask[:, :end]}
+            seen["position_ids"] = (mask[:, :end].long().cumsum(1) - 1).clamp(min=0)
+            self._cache = model(**{**shrunk, **seen}, use_cache=True, logits_to_keep=1).past_key_values
+            self._ids = ids[:, :end]
+        rest = {name: value for name, value in shrunk.items() if name != "mm_encoder_outputs"}
+        return rest | {"past_key_values": copy.deepcopy(self._cache)}  # answering writes into it
+
+
 class Engine:
     """Answers questions about pictures under many settings; the tower looks at each picture once for all of them.
 
+    The language model, too, reads a picture once for all questions about it, where the model's family allows it.
     Methods that work inside the tower, or choose by the question, see it anew, as they must. What is answered in one
     batch depends on the picture, the question and the settings alone, so a run that is taken up again gives the
     same answers.
@@ -123,6 +146,7 @@ class Engine:
         # families that lay out positions or outputs by image are asked one by one
         plain = type(self.host).outputs is Host.outputs and type(self.host).positions is Host.positions
         self.batch = batch if plain else 1
+        self._resumes = plain and self.host.resumes and positions == "compact"
         self._colour = mean_colour(processor)
         self._weight = next(one for one in model.parameters() if one.is_floating_point())
         for setting, reducer in self.reducers.items():
@@ -173,6 +197,13 @@ class Engine:
             return
         if keep is not None:
             self._keep(keep, images, open_[0], parts)
+        for group in self._batches(parts):
+            # by the questions there are, not by those still open: a run that goes on gives the same answers
+            lead = _Lead() if self._resumes and len(asked) > 1 else None
+            for question in open_:
+                if any(wanted(question.key, part.setting) for part in group):
+                    done = self._answer(images, question, group, lead)
+                    yield [answer for answer in done if wanted(answer.key, answer.setting)]
         for question in open_:
             asked_parts, lost = self._by_question(images, question)
             yield [
@@ -180,7 +211,7 @@ class Engine:
                 for name, error in {**failed, **lost}.items()
                 if wanted(question.key, name)
             ]
-            for group in self._batches([*parts, *asked_parts]):
+            for group in self._batches(asked_parts):
                 if any(wanted(question.key, part.setting) for part in group):
                     done = self._answer(images, question, group)
                     yield [answer for answer in done if wanted(answer.key, answer.setting)]
@@ -273,16 +304,20 @@ class Engine:
         for start in range(0, len(ordered), self.batch):
             yield ordered[start : start + self.batch]
 
-    def _answer(self, images: Sequence[Any], question: Asked, group: Sequence[_Part]) -> list[Answered]:
+    def _answer(
+        self, images: Sequence[Any], question: Asked, group: Sequence[_Part], lead: _Lead | None = None
+    ) -> list[Answered]:
         try:
-            return self._generate(images, question, group)
+            return self._generate(images, question, group, lead)
         except Exception as error:
             self._stop_at(error)
             if len(group) == 1:
                 return [_failed(question.key, group[0].setting, error)]
             return [answer for part in group for answer in self._answer(images, question, [part])]
 
-    def _generate(self, images: Sequence[Any], question: Asked, group: Sequence[_Part]) -> list[Answered]:
+    def _generate(
+        self, images: Sequence[Any], question: Asked, group: Sequence[_Part], lead: _Lead | None
+    ) -> list[Answered]:
         full = self._inputs(images, question)
         before = int((full["input_ids"] == self.host.image_token).sum())
         count = len(group)
@@ -296,6 +331,8 @@ class Engine:
         shrunk, _ = self.host.fill(rows, sight, splices, self.positions, "left")
         begin = time.perf_counter()
         length = shrunk["input_ids"].shape[1]
+        if lead is not None:
+            shrunk = lead.go_on(self.model, shrunk, self.host.image_token)
         out = cast(Any, self.model).generate(**shrunk, max_new_tokens=question.length, do_sample=False)
         took = time.perf_counter() - begin
         texts = self.processor.batch_decode(out[:, length:], skip_special_tokens=True)

@@ -112,8 +112,9 @@ def evaluate(
 ) -> Run:
     """Ask every question under every setting, and keep all answers.
 
-    Begun again with the same arguments, a run goes on where it was stopped, however it was stopped. Several processes
-    share the work when each is given its ``shard``; pictures belong to one of them.
+    Begun again with the same arguments, a run goes on where it was stopped, however it was stopped; with further
+    methods or tiers it takes them in, and what is answered stays. Several processes share the work when each is given
+    its ``shard``; pictures belong to one of them.
 
     Parameters
     ----------
@@ -186,16 +187,17 @@ def evaluate(
     worker.phase("first answers", first)
     if plan.dynamic:
         later = folder / SETTINGS
-        if not later.is_file():
-            run = open_run(folder)
-            waiting = worker.missing(first)
-            if waiting:
-                raise TorinoError(
-                    f"This part of the work is done, and the mean lengths wait for {waiting:,} answers of other parts. "
-                    "Run the same command again when they are there."
-                )
-            write_json(later, {"settings": [setting.facts() for setting in plan.second(labels, run)]})
-        second = [Setting.of(one) for one in read_json(later)["settings"]]
+        waiting = 0 if later.is_file() else worker.missing(first)
+        if waiting:
+            raise TorinoError(
+                f"This part of the work is done, and the mean lengths wait for {waiting:,} answers of other parts. "
+                "Run the same command again when they are there."
+            )
+        second = plan.second(labels, open_run(folder))
+        held = read_json(later)["settings"] if later.is_file() else []
+        added = _added(folder, held, [setting.facts() for setting in second])
+        if added:
+            write_json(later, {"settings": [*held, *added]})
         worker.phase("matched lengths", second)
     return open_run(folder)
 
@@ -365,13 +367,23 @@ def _begin(folder: Path, facts: dict[str, Any]) -> None:
             f"The run in {folder} was begun with other tasks or other data ({', '.join(one[0] for one in old)}). Give "
             "the same again to go on, or another folder for another run."
         )
-    was, now = ({one["id"]: one["spec"] for one in told["settings"]} for told in (held, facts))
-    if was != now:
-        differ = sorted(set(was.items()) ^ set(now.items()))[0][0]
-        raise BadParameter(
-            f"The run in {folder} was begun with other methods or tiers; {differ} is one that differs. Give the same "
-            "again to go on, or another folder for another run."
-        )
+    added = _added(folder, held["settings"], facts["settings"])
+    if added:
+        held["settings"] = [*held["settings"], *added]
+        held.setdefault("added", []).append({name: facts[name] for name in ("created", "torino", "arguments")})
+        write_json(file, held)
+
+
+def _added(folder: Path, held: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Settings that a run does not have yet; one that it has under another spec is an error."""
+    was = {one["id"]: one["spec"] for one in held}
+    for one in wanted:
+        if was.get(one["id"], one["spec"]) != one["spec"]:
+            raise BadParameter(
+                f"In the run in {folder}, {one['id']} is {was[one['id']]}, and now it would be {one['spec']}. Answers "
+                "of the two must not be mixed: give another folder for another run."
+            )
+    return [one for one in wanted if one["id"] not in was]
 
 
 def _length(task: Task, lengths: Mapping[str, int] | None) -> int:

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from random import Random
+from typing import Generic, TypeVar
 
 from PIL import Image
 
 from torino.lab.questions import LETTERS, Question
 
-POOL = 4  # times as many questions are made as are taken
+POOL = 2  # times as many questions are made as are taken
 Asked = tuple[Image.Image, Sequence[Question]]
+One = TypeVar("One")
+
+
+class Shelf(Generic[One]):
+    """Things in one order, made when they are first wanted: who begins again gets the same ones.
+
+    A picture costs more than a question about it, so those who ask share pictures.
+    """
+
+    def __init__(self, source: Iterator[One]) -> None:
+        self._source, self._held = source, list[One]()
+
+    def __iter__(self) -> Iterator[One]:
+        """Go through all from the first."""
+        for at in count():
+            if at == len(self._held):
+                one = next(self._source, None)
+                if one is None:
+                    return
+                self._held.append(one)
+            yield self._held[at]
 
 
 @dataclass(frozen=True)
@@ -49,10 +71,10 @@ class Even:
 
 
 def pick(
-    source: Iterator[Asked],
+    source: Iterable[Asked],
     kinds: Sequence[str],
     category: str,
-    count: int,
+    wanted: int,
     rng: Random,
     *,
     most: int = 1,
@@ -60,37 +82,39 @@ def pick(
 ) -> list[Item]:
     """Take questions of some kinds, ``most`` of a picture, until there is a pool to level the answers from."""
     pool: list[Item] = []
-    for picture, asked in islice(source, 40 * POOL * count):
+    for picture, asked in islice(source, 40 * POOL * wanted):
         able = [one for one in asked if one.kind in kinds and one.stem.startswith(begins)]
         pool += [Item(picture, one, category) for one in rng.sample(able, min(most, len(able)))]
-        if len(pool) >= POOL * count:
+        if len(pool) >= POOL * wanted:
             break
-    return level(pool, count, rng)
+    return level(pool, wanted, rng)
 
 
-def pairs(source: Iterator[Asked], category: str, count: int) -> list[Item]:
+def pairs(source: Iterable[Asked], category: str, wanted: int) -> list[Item]:
     """Pictures with one question to answer by yes and one by no."""
     items: list[Item] = []
-    for picture, asked in islice(source, 40 * POOL * count):
+    for picture, asked in islice(source, 40 * POOL * wanted):
         yes, no = (next((one for one in asked if one.answer == answer), None) for answer in ("yes", "no"))
         if yes and no:
             items += [Item(picture, yes, category), Item(picture, no, category)]
-        if len(items) >= 2 * count:
+        if len(items) >= 2 * wanted:
             break
     return items
 
 
-def level(pool: Sequence[Item], count: int, rng: Random) -> list[Item]:
-    """Choose items so that no answer is more frequent than it must be; of a choice the text of the answer counts."""
+def level(pool: Sequence[Item], wanted: int, rng: Random) -> list[Item]:
+    """Choose items so that no answer is more frequent than it must be; of a choice the text of the answer counts.
+
+    Of each answer the first items are taken, so that parts which share pictures share the first ones.
+    """
     groups: dict[str, list[Item]] = {}
-    for item in rng.sample(pool, len(pool)):
+    for item in pool:
         groups.setdefault(_right(item.question), []).append(item)
+    answers = rng.sample(list(groups), len(groups))
     chosen: list[Item] = []
-    while len(chosen) < count and any(groups.values()):
-        for group in groups.values():
-            if group and len(chosen) < count:
-                chosen.append(group.pop())
-    return chosen
+    for turn in range(max(map(len, groups.values()), default=0)):
+        chosen += [groups[answer][turn] for answer in answers if turn < len(groups[answer])]
+    return chosen[:wanted]
 
 
 def turned(items: Sequence[Item]) -> list[Item]:

@@ -104,6 +104,10 @@ class Host(ABC):
     tiles: ClassVar[bool] = False
     """Whether it tells how the tiles of an image lie (``Sight.tilings``)."""
 
+    resumes: ClassVar[bool] = False
+    """Whether a prompt can be read up to the end of its images once, and then on for each question: no token sees a
+    later one, and positions simply count."""
+
     closed: ClassVar[str] = "torino does not run the blocks of its tower one by one"
     """Why no reducer can be at work inside the tower; empty where one can."""
 

@@ -26,6 +26,7 @@ class Llava(Host):
     """
 
     families: ClassVar[tuple[str, ...]] = ("llava",)
+    resumes: ClassVar[bool] = True
     closed: ClassVar[str] = ""
 
     @property
