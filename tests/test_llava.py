@@ -745,7 +745,7 @@ def test_an_sae_for_other_tokens(model: Any, made: Any, words: str) -> None:
 def test_what_is_no_reducer_no_model_no_position(model: Any) -> None:
     with pytest.raises(BadParameter, match=r"reducer must be a Reducer, such as .* got str"):
         apply(model, "torino-m")  # type: ignore[arg-type]
-    with pytest.raises(BadParameter, match="positions must be 'compact' or 'original'"):
+    with pytest.raises(BadParameter, match="positions must be own, compact or original"):
         apply(model, Ragged(), positions="both")  # type: ignore[arg-type]
     with pytest.raises(TorinoError, match="No host family is called 'llama'"):
         host_of(model.model.language_model)

@@ -132,7 +132,8 @@ def test_a_dynamic_tier_needs_torino() -> None:
 # ---------------------------------------------------------------------- the engine
 
 
-def test_answers_are_those_of_asking_one_by_one(vlm: tuple[Any, Any], sae: SAE) -> None:
+@pytest.mark.parametrize("positions", ["own", "original"])
+def test_answers_are_those_of_asking_one_by_one(vlm: tuple[Any, Any], sae: SAE, positions: Any) -> None:
     model, processor = vlm
     reducers = {
         "full": None,
@@ -140,16 +141,25 @@ def test_answers_are_those_of_asking_one_by_one(vlm: tuple[Any, Any], sae: SAE) 
         "zip": make("visionzip(budget=6)"),
         "tower": make("tome-tower(budget=7)"),
         "r": make("random(budget=5)"),
+        "x": make("torino-x(budget=5)", sae=sae),
+        "c": make("torino-x(budget=5, positions='compact')", sae=sae),
     }
     asked = [Asked(("t", "0"), "what is this ?", 4), Asked(("t", "1"), "how many ?", 4)]
     for batch in (1, 8):
-        engine = Engine(model, processor, reducers, batch=batch, on_error="stop")
+        engine = Engine(model, processor, reducers, batch=batch, on_error="stop", positions=positions)
         done = [one for group in engine.answers([picture(1)], asked, lambda key, name: True) for one in group]
-        assert len(done) == 10
+        assert len(done) == 14
         for one in done:
             question = next(each.text for each in asked if each.key == one.key)
+            reducer = reducers[one.setting]
             alone = ask(
-                picture(1), question, model=model, processor=processor, reducer=reducers[one.setting], max_new_tokens=4
+                picture(1),
+                question,
+                model=model,
+                processor=processor,
+                reducer=reducer,
+                max_new_tokens=4,
+                positions=positions,
             )
             assert one.text == alone.text.strip()
             assert (one.tokens, one.before) == (alone.after, 16)

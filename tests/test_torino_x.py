@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from torino import (
 )
 from torino.reducers.torino_x import TIE, TorinoX, cover, far, overlaps_of
 from torino.testing import check_reducer
+from torino.vlm import reduced
 
 RAW = RawEmbedding()
 
@@ -211,3 +213,26 @@ def test_bad_hyperparameters(given: dict[str, Any], said: str) -> None:
 def test_a_budget_beyond_the_patches() -> None:
     with pytest.raises(UnmetBudget, match="cannot give 7 tokens"):
         TorinoX(RAW, budget=7, concepts=1).plan(image(0, 1, 2))
+
+
+def test_its_tokens_keep_their_places() -> None:
+    model, inputs = tiny.llava(), tiny.prompt("ab#cd")
+    reducer = make("torino-x(budget=3)", sae=tiny.sae())
+    assert reducer.placed == "original"
+    assert make("torino-x(positions='compact')", sae=tiny.sae()).placed == "compact"
+    assert make("torino-m", sae=tiny.sae()).placed == "compact"
+    seen: list[list[int]] = []
+    handle = model.model.language_model.register_forward_pre_hook(
+        lambda _, args, given: seen.append(given["position_ids"][0].tolist()), with_kwargs=True
+    )
+    try:
+        for positions in ("own", "compact", "original"):
+            with reduced(model, reducer, positions=positions) as trace:
+                model.generate(**inputs, max_new_tokens=1, do_sample=False)
+    finally:
+        handle.remove()
+    own, compact, original = seen
+    assert own == original
+    assert compact == list(range(len(compact)))
+    (look,) = trace.looks
+    assert own == [0, 1, *(2 + look.reductions[0].anchor).tolist(), 18, 19]

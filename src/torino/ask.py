@@ -176,7 +176,7 @@ def ask(
     padding: Padding = "crop",
     max_new_tokens: int = 64,
     baseline: bool = False,
-    positions: Positions = "compact",
+    positions: Positions = "own",
     asking: ClipText | None = None,
     **generation: Any,
 ) -> Answer:
@@ -197,7 +197,7 @@ def ask(
     baseline : bool
         Also ask with all tokens, to compare. Then the model first runs once for a single token, so that neither
         answer pays for starting up.
-    positions : {"compact", "original"}
+    positions : {"own", "compact", "original"}
         See :func:`torino.vlm.reduced`.
     asking : ClipText, optional
         Reads the question for reducers that choose patches by it, such as ``cdpruner``; by the bare question, without
@@ -308,7 +308,7 @@ class _Asked:
     generation: dict[str, Any]
     about: Asking | None = None
 
-    def answer(self, length: int, reducer: Reducer | None = None, positions: Positions = "compact") -> Answer:
+    def answer(self, length: int, reducer: Reducer | None = None, positions: Positions = "own") -> Answer:
         begin = time.perf_counter()
         inputs = self._process()
         processed = time.perf_counter()

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torino.errors import BadParameter, TorinoError
-from torino.options import LAB, build_reducer, hushed, one_picture, picture_file, reads_concepts, share_of
+from torino.options import LAB, POSITIONS, build_reducer, hushed, one_picture, picture_file, reads_concepts, share_of
 
 if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those who ask
     from torino.ask import Answer
@@ -77,8 +77,12 @@ def ask(
     ] = "crop",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 64,
     positions: Annotated[
-        str, typer.Option(help="compact: number the tokens left anew; original: keep their places in the full prompt.")
-    ] = "compact",
+        str,
+        typer.Option(
+            help="compact: number the tokens left anew; original: keep their places in the full prompt; own: as the "
+            "method has it."
+        ),
+    ] = "own",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
     draw: Annotated[Path | None, typer.Option(help="Write a picture of the groups to .png, .jpg or .webp.")] = None,
@@ -88,8 +92,8 @@ def ask(
     # Whatever can be wrong without the model is said before the model is fetched.
     if padding not in ("crop", "square"):
         raise BadParameter(f"--padding must be crop or square, got {padding!r}.")
-    if positions not in ("compact", "original"):
-        raise BadParameter(f"--positions must be compact or original, got {positions!r}.")
+    if positions not in POSITIONS:
+        raise BadParameter(f"--positions must be own, compact or original, got {positions!r}.")
     if draw is not None:
         picture_file("--draw", draw)
     with errors.status("Starting …"), _notes():

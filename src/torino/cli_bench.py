@@ -17,7 +17,7 @@ from rich.table import Table
 
 from torino.bars import phase_bars
 from torino.errors import BadParameter
-from torino.options import open_sae, split_pairs, split_words
+from torino.options import POSITIONS, open_sae, split_pairs, split_words
 
 if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those who measure
     from torino.bench import Bench, Plan
@@ -67,7 +67,7 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(help="Length of every answer, in tokens.")] = 16,
     question: Annotated[str | None, typer.Option(help="What the model is asked.")] = None,
     padding: Annotated[str, typer.Option(help="crop or square, as for torino ask.")] = "crop",
-    positions: Annotated[str, typer.Option(help="compact or original, as for torino ask.")] = "compact",
+    positions: Annotated[str, typer.Option(help="own, compact or original, as for torino ask.")] = "own",
     screen: Annotated[
         str,
         typer.Option(
@@ -88,7 +88,7 @@ def bench(
     """
     for name, value, accepted in (
         ("--padding", padding, ("crop", "square")),
-        ("--positions", positions, ("compact", "original")),
+        ("--positions", positions, POSITIONS),
         ("--screen", screen, SCREENS),
     ):
         if value not in accepted:

@@ -13,10 +13,11 @@ from rich.markup import escape
 
 from torino.bars import phase_bars
 from torino.errors import BadFile, BadParameter
-from torino.options import open_sae, share_of_work, split_pairs, split_words
+from torino.options import POSITIONS, open_sae, share_of_work, split_pairs, split_words
 
 if TYPE_CHECKING:  # torch is only fetched by those who evaluate
     from torino.evaluate.results import Run
+    from torino.vlm.host import Positions
 
 errors = Console(stderr=True)
 EPILOG = (
@@ -56,7 +57,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Questions of each task, drawn at random.", min=1)] = None,
     prompts: Annotated[str, typer.Option(help="standard, vlmevalkit or llava.")] = "standard",
     padding: Annotated[str, typer.Option(help="crop or square.")] = "crop",
-    positions: Annotated[str, typer.Option(help="compact or original.")] = "compact",
+    positions: Annotated[str, typer.Option(help="own: as each method has it; compact; or original.")] = "own",
     batch: Annotated[int, typer.Option(help="Answers to one question that are made together.", min=1)] = 8,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Longest answer; by default 32, or 256 where a judge grades.", min=1)
@@ -77,7 +78,7 @@ def evaluate(
     """
     for name, value, accepted in (
         ("--padding", padding, ("crop", "square")),
-        ("--positions", positions, ("compact", "original")),
+        ("--positions", positions, POSITIONS),
         ("--on-error", on_error, ("skip", "stop")),
         ("--prompts", prompts, ("standard", "vlmevalkit", "llava")),
     ):
@@ -140,7 +141,7 @@ def evaluate(
                 saes=saes,
                 name=model,
                 padding=cast(Literal["crop", "square"], padding),
-                positions=cast(Literal["compact", "original"], positions),
+                positions=cast("Positions", positions),
                 batch=batch,
                 limit=limit,
                 lengths=None if max_new_tokens is None else {task.name: max_new_tokens for task in found},

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # torch is only fetched by commands that need it
     from torino.reducers import Reducer
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+POSITIONS = ("own", "compact", "original")
 LAB = "lab"
 """The name of the model, tower and SAE that come with torino."""
 

@@ -118,7 +118,7 @@ class Bench:
         pictures: Sequence[Picture],
         *,
         padding: Padding = "crop",
-        positions: Positions = "compact",
+        positions: Positions = "own",
         question: str = QUESTION,
         asking: ClipText | None = None,
         name: str = "",

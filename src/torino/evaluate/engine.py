@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, cast
 
 import torch
@@ -15,10 +16,10 @@ from torino.ask import write_prompt
 from torino.errors import BadParameter, TorinoError
 from torino.evaluate.cells import Keeper
 from torino.images import Padding, as_seen, mean_colour, open_image, prepare
-from torino.reducers import Reducer, inside_of
+from torino.reducers import Placed, Reducer, inside_of
 from torino.reduction import Reduction, ReductionBatch
 from torino.vlm.asked import ClipText
-from torino.vlm.host import ASKED, Host, Positions, Sight, Splice, host_of
+from torino.vlm.host import ASKED, Host, Positions, Sight, Splice, host_of, place
 
 OnError = Literal["skip", "stop"]
 
@@ -78,6 +79,7 @@ class _Part:
     splices: list[Splice]
     tokens: int
     seconds: dict[str, float]
+    placed: Placed
 
 
 class _Lead:
@@ -92,8 +94,9 @@ class _Lead:
         ids, mask = shrunk["input_ids"], shrunk["attention_mask"]
         end = 1 + int((ids == image_token).any(0).nonzero().max())
         if self._ids is None or not torch.equal(self._ids, ids[:, :end]):
-            seen = {"input_ids": ids[:, :end], "attention_mask": mask[:, :end]}
-            seen["position_ids"] = (mask[:, :end].long().cumsum(1) - 1).clamp(min=0)
+            given = shrunk.get("position_ids")  # there where positions are not simply counted
+            places = (mask.long().cumsum(1) - 1).clamp(min=0) if given is None else given
+            seen = {"input_ids": ids[:, :end], "attention_mask": mask[:, :end], "position_ids": places[:, :end]}
             self._cache = model(**{**shrunk, **seen}, use_cache=True, logits_to_keep=1).past_key_values
             self._ids = ids[:, :end]
         rest = {name: value for name, value in shrunk.items() if name != "mm_encoder_outputs"}
@@ -115,7 +118,7 @@ class Engine:
     reducers : mapping of setting to Reducer or None
         None keeps all tokens.
     padding : {"crop", "square"}
-    positions : {"compact", "original"}
+    positions : {"own", "compact", "original"}
     batch : int
         Settings whose answers to one question are made together, where the model's family allows it.
     on_error : {"skip", "stop"}
@@ -131,7 +134,7 @@ class Engine:
         reducers: Mapping[str, Reducer | None],
         *,
         padding: Padding = "crop",
-        positions: Positions = "compact",
+        positions: Positions = "own",
         batch: int = 8,
         on_error: OnError = "skip",
         asking: ClipText | None = None,
@@ -146,7 +149,7 @@ class Engine:
         # families that lay out positions or outputs by image are asked one by one
         plain = type(self.host).outputs is Host.outputs and type(self.host).positions is Host.positions
         self.batch = batch if plain else 1
-        self._resumes = plain and self.host.resumes and positions == "compact"
+        self._resumes = plain and self.host.resumes
         self._colour = mean_colour(processor)
         self._weight = next(one for one in model.parameters() if one.is_floating_point())
         for setting, reducer in self.reducers.items():
@@ -264,7 +267,8 @@ class Engine:
         planned = time.perf_counter()
         splices = self.host.splice(sight, plans)
         seconds = {"tower": seen, "plan": planned - begin, "projector": time.perf_counter() - planned}
-        return _Part(name, sight, plans, splices, sum(len(splice.slots) for splice in splices), seconds)
+        tokens = sum(len(splice.slots) for splice in splices)
+        return _Part(name, sight, plans, splices, tokens, seconds, place(self.positions, reducer))
 
     def _keep(self, keep: Keeper, images: Sequence[Any], question: Asked, parts: Sequence[_Part]) -> None:
         seen = as_seen(self._inputs(images, question), self.processor, images)
@@ -300,9 +304,11 @@ class Engine:
 
     def _batches(self, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         """Settings of similar length together; the order depends on the lengths and names alone."""
-        ordered = sorted(parts, key=lambda part: (part.tokens, part.setting))
-        for start in range(0, len(ordered), self.batch):
-            yield ordered[start : start + self.batch]
+        ordered = sorted(parts, key=lambda part: (part.placed, part.tokens, part.setting))
+        for _, alike in groupby(ordered, key=lambda part: part.placed):
+            some = list(alike)
+            for start in range(0, len(some), self.batch):
+                yield some[start : start + self.batch]
 
     def _answer(
         self, images: Sequence[Any], question: Asked, group: Sequence[_Part], lead: _Lead | None = None
@@ -328,7 +334,7 @@ class Engine:
         }
         sight = group[0].sight if count == 1 else Sight((), group[0].sight.full * count)
         splices = [splice for part in group for splice in part.splices]
-        shrunk, _ = self.host.fill(rows, sight, splices, self.positions, "left")
+        shrunk, _ = self.host.fill(rows, sight, splices, group[0].placed, "left")
         begin = time.perf_counter()
         length = shrunk["input_ids"].shape[1]
         if lead is not None:

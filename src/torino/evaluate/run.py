@@ -99,7 +99,7 @@ def evaluate(
     saes: Mapping[str, Any],
     name: str = "",
     padding: Padding = "crop",
-    positions: Positions = "compact",
+    positions: Positions = "own",
     batch: int = 8,
     limit: int | None = None,
     lengths: Mapping[str, int] | None = None,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class Guest:
     clip : str, optional
         The CLIP that reads the question, for reducers that choose by it.
     padding : {"crop", "square"}
-    positions : {"compact", "original"}
+    positions : {"own", "compact", "original"}
     device : str
         ``"auto"`` and ``"cuda"`` take the GPU of this process where a launcher started several.
     dtype : str, optional
@@ -118,14 +118,14 @@ class Guest:
         budget: int | None = None,
         clip: str | None = None,
         padding: Padding = "crop",
-        positions: Positions = "compact",
+        positions: Positions = "own",
         device: str = "auto",
         dtype: str | None = None,
     ) -> None:
         if padding not in ("crop", "square"):
             raise BadParameter(f"padding must be crop or square, got {padding!r}.")
-        if positions not in ("compact", "original"):
-            raise BadParameter(f"positions must be compact or original, got {positions!r}.")
+        if positions not in get_args(Positions):
+            raise BadParameter(f"positions must be own, compact or original, got {positions!r}.")
         self.device = _own_device(device)
         self.reducer = build_reducer(reducer, sae, budget, self.device)
         self.asking = None

@@ -57,7 +57,7 @@ class Torino(Base):
         budget: int | None = None,
         clip: str | None = None,
         padding: str = "auto",
-        positions: Any = "compact",
+        positions: Any = "own",
         device: str = "auto",
         dtype: str | None = None,
         prompts: str = "auto",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torino.reducers.base import Reducer, describe, get, make, names, register
+from torino.reducers.base import Placed, Reducer, describe, get, make, names, register
 from torino.reducers.cdpruner import CDPruner
 from torino.reducers.divprune import DivPrune
 from torino.reducers.folder import Folder
@@ -37,6 +37,7 @@ __all__ = [
     "HiPrune",
     "HiRED",
     "Passage",
+    "Placed",
     "PruMerge",
     "PruMergePlus",
     "PruneSID",

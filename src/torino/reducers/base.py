@@ -8,11 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import getdoc
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from torino.errors import BadParameter, unknown_name
 from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import VisualTokens
+
+Placed = Literal["compact", "original"]
 
 
 class Reducer(ABC):
@@ -74,6 +76,11 @@ class Reducer(ABC):
             The reduction of the base view, then those of the tiles that there are; any but all may keep no token.
         """
         return self.plan_batch([base, *(tile for tile in tiles if tile is not None)])
+
+    @property
+    def placed(self) -> Placed:
+        """How its tokens are numbered in the prompt: anew, as most methods do it, or by the places they had."""
+        return "compact"
 
     @property
     def spec(self) -> str:

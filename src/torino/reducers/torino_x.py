@@ -17,7 +17,7 @@ from torino.concepts import ConceptEncoder, Concepts, Rank
 from torino.errors import BadParameter
 from torino.grouping import Ints
 from torino.packed import offsets_of
-from torino.reducers.base import Reducer, register
+from torino.reducers.base import Placed, Reducer, register
 from torino.reducers.sentences import check_choice, check_count, check_encoder, unmet
 from torino.reduction import Reduction, ReductionBatch
 from torino.stages import stage
@@ -64,6 +64,9 @@ class TorinoX(Reducer):
         length of the patch itself.
     order : {"raster", "native"}
         Output by place, or in the order of picking.
+    positions : {"original", "compact"}
+        Each token is numbered in the prompt by the place of its patch, so that the language model knows where it is;
+        or anew, as the paper and most methods do it.
     rank : {"activation", "pre-threshold"}
         Rank concepts by the SAE's activations, or before its threshold silences any.
     """
@@ -76,6 +79,7 @@ class TorinoX(Reducer):
     pick: Pick = "cover"
     form: Form = "prune"
     order: Order = "raster"
+    positions: Placed = "original"
     rank: Rank = "activation"
 
     paper: ClassVar[str] = "ours, docs/beyond.md"
@@ -94,8 +98,14 @@ class TorinoX(Reducer):
         check_choice("pick", self.pick, Pick)
         check_choice("form", self.form, Form)
         check_choice("order", self.order, Order)
+        check_choice("positions", self.positions, Placed)
         check_choice("rank", self.rank, Rank)
         check_encoder(self.sae)
+
+    @property
+    def placed(self) -> Placed:
+        """How its tokens are numbered in the prompt."""
+        return self.positions
 
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Plan one image."""

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from torino.errors import BadParameter
-from torino.reducers import Reducer
+from torino.reducers import Placed, Reducer
 from torino.vlm.asked import Asking, ClipText, Question, said
 from torino.vlm.caller import Caller
-from torino.vlm.host import Host, Positions, host_of
+from torino.vlm.host import Host, Positions, host_of, place
 from torino.vlm.repack import FILL, Side
 from torino.vlm.trace import Trace
 
@@ -32,7 +32,7 @@ class Setting:
     reducer: Reducer
     host: Host
     trace: Trace
-    positions: Positions = "compact"
+    positions: Placed = "compact"
     asking: Asking | None = None
     over: threading.Event = field(default_factory=threading.Event)
     """Set when the block ends; tasks that outlive it carry on with the stock model."""
@@ -60,7 +60,7 @@ def reduced(
     model: nn.Module,
     reducer: Reducer,
     *,
-    positions: Positions = "compact",
+    positions: Positions = "own",
     asking: ClipText | Asking | None = None,
 ) -> Generator[Trace]:
     """Let a model answer with fewer visual tokens inside the block, and leave no trace of it behind.
@@ -83,8 +83,8 @@ def reduced(
     ----------
     model : a Hugging Face vision-language model
     reducer : Reducer
-    positions : {"compact", "original"}
-        Number the remaining tokens anew, or keep the positions they had in the full prompt.
+    positions : {"own", "compact", "original"}
+        Number the remaining tokens as the reducer has it, or anew, or keep the positions they had in the full prompt.
     asking : Asking, optional
         The question and who reads it, for reducers that choose patches by it: see :meth:`ClipText.about`.
 
@@ -111,7 +111,7 @@ def apply(
     model: nn.Module,
     reducer: Reducer,
     *,
-    positions: Positions = "compact",
+    positions: Positions = "own",
     asking: ClipText | Asking | None = None,
 ) -> Trace:
     """Reduce a model's visual tokens until :func:`remove`, in all threads. Prefer :func:`reduced` where it fits."""
@@ -137,15 +137,13 @@ def remove(model: nn.Module) -> None:
 def _setting(
     model: nn.Module, reducer: Reducer, positions: Positions, asking: ClipText | Asking | None = None
 ) -> Setting:
-    if positions not in ("compact", "original"):
-        raise BadParameter(f"positions must be 'compact' or 'original', got {positions!r}.")
     if not isinstance(reducer, Reducer):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not type-check
         raise BadParameter(
             f"reducer must be a Reducer, such as torino.make('torino-m', sae=...), got {type(reducer).__name__}."
         )
     if isinstance(asking, ClipText):
         asking = asking.about()
-    setting = Setting(reducer, host_of(model), Trace(), positions, asking)
+    setting = Setting(reducer, host_of(model), Trace(), place(positions, reducer), asking)
     _ = setting.shrink  # made here, where nothing is being compiled yet
     return setting
 
@@ -350,8 +348,8 @@ class ReducingProcessor:
     processor : the model's own processor
     model : the model, whose tower is run
     reducer : Reducer
-    positions : {"compact", "original"}
-        Number the remaining tokens anew, or keep the positions they had in the full prompt.
+    positions : {"own", "compact", "original"}
+        Number the remaining tokens as the reducer has it, or anew, or keep the positions they had in the full prompt.
     asking : ClipText or Asking, optional
         For reducers that choose patches by a question, which is that of :meth:`ClipText.about`, or that of a call
         (``question=``), or what the user said last in a conversation, or all words of the prompt.
@@ -368,7 +366,7 @@ class ReducingProcessor:
         model: nn.Module,
         reducer: Reducer,
         *,
-        positions: Positions = "compact",
+        positions: Positions = "own",
         asking: ClipText | Asking | None = None,
     ) -> None:
         self.processor = processor

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from torino.errors import TorinoError
-from torino.reducers import Reducer, WorksInside
+from torino.reducers import Placed, Reducer, WorksInside
 from torino.reduction import ReductionBatch
 from torino.tokens import Origin, VisualTokens
 from torino.vlm.asked import Asking
-from torino.vlm.host import Positions, Sight
+from torino.vlm.host import Sight
 from torino.vlm.inside import pass_through
 from torino.vlm.internvl import CellHost, cells_of
 from torino.vlm.repack import Side
@@ -80,7 +80,7 @@ class PaliGemma(_Siglip):
         self,
         inputs: Mapping[str, Any],
         reducer: Reducer,
-        positions: Positions,
+        positions: Placed,
         side: Side | None = None,
         asking: Asking | None = None,
     ) -> tuple[dict[str, Any], Look]:

@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from torino.errors import BadParameter, MissingSignal, TorinoError, unknown_name
 from torino.packed import Packed
-from torino.reducers import Reducer, WorksInside, inside_of
+from torino.reducers import Placed, Reducer, WorksInside, inside_of
 from torino.reduction import Reduction, ReductionBatch
 from torino.stages import recording, stage
 from torino.tokens import VisualTokens
@@ -23,7 +23,7 @@ from torino.vlm.trace import Look
 if TYPE_CHECKING:
     from torino.vlm.asked import Asking
 
-Positions = Literal["compact", "original"]
+Positions = Literal["own", "compact", "original"]
 ASKED = frozenset({"joint", "text"})  # signals of a question, which no tower gives; see torino.vlm.asked
 
 
@@ -148,7 +148,7 @@ class Host(ABC):
 
         return BaseModelOutputWithPooling(pooler_output=[splice.features for splice in splices])  # type: ignore[arg-type]
 
-    def positions(self, inputs: Mapping[str, Any], done: Repacked, positions: Positions) -> dict[str, Any]:
+    def positions(self, inputs: Mapping[str, Any], done: Repacked, positions: Placed) -> dict[str, Any]:
         """Further inputs that place the new prompt; nothing for compact positions, which models count themselves."""
         mask = inputs.get("attention_mask")
         old = torch.ones_like(inputs["input_ids"]) if mask is None else mask.long()
@@ -173,7 +173,7 @@ class Host(ABC):
         self,
         inputs: Mapping[str, Any],
         reducer: Reducer,
-        positions: Positions,
+        positions: Placed,
         side: Side | None = None,
         asking: Asking | None = None,
     ) -> tuple[dict[str, Any], Look]:
@@ -223,7 +223,7 @@ class Host(ABC):
         inputs: Mapping[str, Any],
         sight: Sight,
         splices: Sequence[Splice],
-        positions: Positions,
+        positions: Placed,
         side: Side | None = None,
     ) -> tuple[dict[str, Any], Repacked]:
         """Put what each image contributes into the prompt: inputs of its final length, and how it was shortened."""
@@ -298,6 +298,15 @@ def _counts_up(positions: Tensor, mask: Tensor) -> bool:
         return False
     rows = zip(positions.expand(len(mask), -1), mask.bool(), strict=True)
     return all(bool((row[is_real].diff() == 1).all()) for row, is_real in rows)
+
+
+def place(positions: Positions, reducer: Reducer | None) -> Placed:
+    """How tokens are numbered: as the user says, or as the method itself has it."""
+    if positions not in get_args(Positions):
+        raise BadParameter(f"positions must be own, compact or original, got {positions!r}.")
+    if positions != "own":
+        return positions
+    return "compact" if reducer is None else reducer.placed
 
 
 _hosts: dict[str, Callable[[], type[Host]]] = {}

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from torino.errors import BadParameter, MissingSignal
+from torino.reducers import Placed
 from torino.reduction import ReductionBatch
 from torino.stages import stage
 from torino.tokens import Origin, VisualTokens
-from torino.vlm.host import Host, Positions, Sight, Splice
+from torino.vlm.host import Host, Sight, Splice
 from torino.vlm.repack import Repacked
 
 # Where queries and keys stand in the output of the fused projection of a block.
@@ -127,7 +128,7 @@ class Qwen(Host):
             found["deepstack_features"] = [list(layer) for layer in zip(*deep, strict=True)]
         return type(sight.extra)(**found)
 
-    def positions(self, inputs: Mapping[str, Any], done: Repacked, positions: Positions) -> dict[str, Any]:
+    def positions(self, inputs: Mapping[str, Any], done: Repacked, positions: Placed) -> dict[str, Any]:
         """Positions of the full prompt, as the model itself counts them, of what is left; the same for both settings.
 
         Returns ``position_ids`` of shape (4, rows, length): the plain count, which the model reads its mask from, then
