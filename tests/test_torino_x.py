@@ -51,12 +51,12 @@ def slow_overlaps(concepts: Concepts) -> list[list[float]]:
     return table
 
 
-def slow_cover(table: list[list[float]], most: int, least: float) -> tuple[list[int], list[float]]:
+def slow_cover(table: list[list[float]], weight: list[float], most: int, least: float) -> tuple[list[int], list[float]]:
     """All of f anew for every candidate."""
     n = len(table)
 
     def f(some: list[int]) -> float:
-        return sum(max((table[i][j] for i in some), default=0.0) for j in range(n))
+        return sum(weight[j] * max((table[i][j] for i in some), default=0.0) for j in range(n))
 
     picked: list[int] = []
     gains: list[float] = []
@@ -88,14 +88,22 @@ def some_concepts(draw: Any) -> Concepts:
 
 
 @settings(max_examples=150, deadline=None)
-@given(some_concepts(), st.sampled_from([0.0, 0.05, 0.4, 1.0, 3.0]), st.integers(1, 14))
-def test_the_walk_is_the_rule(concepts: Concepts, least: float, most: int) -> None:
+@given(
+    some_concepts(), st.sampled_from([0.0, 0.05, 0.4, 1.0, 3.0]), st.integers(1, 14), st.sampled_from(["peak", "even"])
+)
+def test_the_walk_is_the_rule(concepts: Concepts, least: float, most: int, evidence: Any) -> None:
     table = overlaps_of(concepts)
     wanted = slow_overlaps(concepts)
     assert np.allclose(table, wanted, atol=1e-6)
     most = min(most, len(concepts))
-    picked, gains = cover(table, most, least)
-    slow_picked, slow_gains = slow_cover(wanted, most, least)
+    weight = TorinoX(RAW, evidence=evidence)._weight(concepts)
+    peaks = concepts.peak.tolist()
+    if evidence == "even" or not any(peaks):
+        peaks = [1.0] * len(peaks)
+    slow_weight = [one * len(peaks) / sum(peaks) for one in peaks]
+    assert np.allclose(weight, slow_weight, atol=1e-5)
+    picked, gains = cover(table, weight, most, least)
+    slow_picked, slow_gains = slow_cover(wanted, slow_weight, most, least)
     assert picked.tolist() == slow_picked
     assert np.allclose(gains, slow_gains, atol=1e-4)
     assert (np.diff(gains) <= 0).all()
@@ -106,7 +114,7 @@ def test_the_walk_is_the_rule(concepts: Concepts, least: float, most: int) -> No
 @given(some_concepts())
 def test_the_ablation_takes_what_is_farthest(concepts: Concepts) -> None:
     table = overlaps_of(concepts)
-    picked, gains = far(table, len(table), 0.0)
+    picked, gains = far(table, np.ones(len(table), np.float32), len(table), 0.0)
     assert sorted(picked.tolist()) == list(range(len(table)))
     for step in range(1, len(picked)):
         lack = 1 - table[picked[:step]].max(0)
@@ -121,7 +129,15 @@ def test_one_token_for_each_thing_then_nothing_more_to_cover() -> None:
     assert plan.assigned.tolist() == [0, 0, 1, 0, 2, 1]
     assert plan.score.tolist() == [3, 2, 1]
     assert plan.concept.tolist() == [0, 1, 2]
-    assert plan.is_pruning
+    assert plan.offsets.diff().tolist() == [3, 2, 1]
+    assert TorinoX(RAW, least=0.5, concepts=1, form="prune").plan(image(0, 0, 1)).is_pruning
+
+
+def test_a_patch_counts_by_its_evidence() -> None:
+    patches = torch.eye(3)[[0, 0, 0, 1, 2]] * torch.tensor([1.0, 1.0, 1.0, 1.0, 4.0])[:, None]
+    tokens = VisualTokens(patches, (1, 5))
+    assert TorinoX(RAW, budget=1, concepts=1).plan(tokens).anchor.tolist() == [4]
+    assert TorinoX(RAW, budget=1, concepts=1, evidence="even").plan(tokens).anchor.tolist() == [0]
 
 
 def test_a_small_thing_survives_where_the_largest_groups_would_fill_the_budget() -> None:
@@ -154,14 +170,14 @@ def test_images_share_a_pooled_budget() -> None:
 def test_merging_adds_what_a_token_stands_for_and_keeps_its_length() -> None:
     patches = torch.tensor([[3.0, 0.0, 0.1], [2.0, 0.0, 0.5], [0.0, 5.0, 0.0]])
     tokens = VisualTokens(patches, (1, 3))
-    plan = TorinoX(RAW, budget=2, concepts=3, form="merge").plan(tokens)
+    plan = TorinoX(RAW, budget=2, concepts=3).plan(tokens)
     merged = plan.apply(patches)
     assert plan.offsets.diff().tolist() == [2, 1]
     assert torch.allclose(merged.norm(dim=1), patches[plan.anchor].norm(dim=1))
     assert torch.allclose(merged[1], patches[2])
 
 
-@pytest.mark.parametrize("given", [{}, {"budget": 5}, {"form": "merge", "budget": 7}, {"pick": "far", "least": 0.3}])
+@pytest.mark.parametrize("given", [{}, {"budget": 5}, {"form": "prune", "budget": 7}, {"pick": "far", "least": 0.3}])
 @pytest.mark.parametrize("reader", ["raw", "sae"])
 def test_contract(given: dict[str, Any], reader: str) -> None:
     width = 24
@@ -202,6 +218,8 @@ def test_a_threshold_for_a_wanted_average() -> None:
         ({"pooled": True}, "pooled images share a budget"),
         ({"pick": "near"}, "pick"),
         ({"form": "sum"}, "form"),
+        ({"evidence": "none"}, "evidence"),
+        ({"positions": "own"}, "positions"),
         ({"order": "up"}, "order"),
     ],
 )

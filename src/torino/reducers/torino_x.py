@@ -25,7 +25,8 @@ from torino.tokens import VisualTokens, pack_patches
 
 Order = Literal["raster", "native"]
 Pick = Literal["cover", "far"]
-Form = Literal["prune", "merge"]
+Evidence = Literal["peak", "even"]
+Form = Literal["merge", "prune"]
 Floats = NDArray[np.float32]
 TIE = 1e-4  # of a patch: gains this near count as equal, whatever order sums were made in
 
@@ -36,11 +37,12 @@ class TorinoX(Reducer):
     """Keep the patches whose concepts cover those of all others best, one by one (TORINO-X).
 
     Each patch has a sparse code, its ``concepts`` strongest latents as a vector of length 1; o(i, j), the product of
-    two codes, is how much they overlap. What patches S cover is f(S) = Σ_j max_{i∈S} o(i, j), at most N. The patch that
-    adds most to f is kept, then the next, until the budget is full or the next would add less than ``least`` patches.
-    Gains never rise, so every budget is the beginning of a larger one, and ``least`` moves the length smoothly; an
-    image of few things is covered soon. Ties go to the lowest index. The score of a token is its gain, and it stands
-    for the patches that overlap more with it than with any other kept one.
+    two codes, is how much they overlap. What patches S cover is f(S) = Σ_j w_j · max_{i∈S} o(i, j), at most N, with
+    w_j = a(j) over its mean: a patch counts by its peak activation. The patch that adds most to f is kept, then the
+    next, until the budget is full or the next would add less than ``least`` patches. Gains never rise, so every budget
+    is the beginning of a larger one, and ``least`` moves the length smoothly; an image of few things is covered soon.
+    Ties go to the lowest index. The score of a token is its gain; it stands for the patches that overlap more with it
+    than with any other kept one, and is their sum by overlap, brought to the length of the kept patch, at its place.
 
     Reads the patches. Beyond the paper: its top-k sets and δ become codes and their overlap, and what survives a budget
     is not the largest groups but what covers most of what is not covered yet.
@@ -59,9 +61,10 @@ class TorinoX(Reducer):
         Latents of a code.
     pick : {"cover", "far"}
         What to keep next: what adds most to the cover; or, as an ablation, the patch that overlaps least with any kept.
-    form : {"prune", "merge"}
-        Keep patches as they are; or add to each the patches it stands for, by their overlap, and bring the sum to the
-        length of the patch itself.
+    evidence : {"peak", "even"}
+        Whether a patch counts by its peak activation, or all count alike.
+    form : {"merge", "prune"}
+        Merge as above, or keep the patches as they are.
     order : {"raster", "native"}
         Output by place, or in the order of picking.
     positions : {"original", "compact"}
@@ -77,13 +80,15 @@ class TorinoX(Reducer):
     pooled: bool = False
     concepts: int = 16
     pick: Pick = "cover"
-    form: Form = "prune"
+    evidence: Evidence = "peak"
+    form: Form = "merge"
     order: Order = "raster"
     positions: Placed = "original"
     rank: Rank = "activation"
 
     paper: ClassVar[str] = "ours, docs/beyond.md"
     adaptive: ClassVar[bool] = True
+    merges: ClassVar[bool] = True
     cost: ClassVar[str] = "O(N·D·C + N²)"
     original_licence: ClassVar[str] = "ours"
 
@@ -96,6 +101,7 @@ class TorinoX(Reducer):
         if self.pooled and self.budget is None:
             raise BadParameter("pooled images share a budget, and none was given. Give budget=..., or leave it out.")
         check_choice("pick", self.pick, Pick)
+        check_choice("evidence", self.evidence, Evidence)
         check_choice("form", self.form, Form)
         check_choice("order", self.order, Order)
         check_choice("positions", self.positions, Placed)
@@ -116,14 +122,15 @@ class TorinoX(Reducer):
         found = self._encode(images)
         with stage("grouping"):
             overlaps = [overlaps_of(one) for one in found]
-            walks = [self._walk(overlap) for overlap in overlaps]
+            walks = [self._walk(overlap, self._weight(one)) for overlap, one in zip(overlaps, found, strict=True)]
             if self.pooled:
                 walks = self._share(walks)
             return ReductionBatch.of([self._make(*parts) for parts in zip(images, found, overlaps, walks, strict=True)])
 
     def gains(self, images: Sequence[VisualTokens]) -> list[Floats]:
         """What each further token of an image would add, all N of them, falling: what lengths are decided by."""
-        return [WALKS[self.pick](overlaps_of(one), len(one), 0.0)[1] for one in self._encode(images)]
+        walk = WALKS[self.pick]
+        return [walk(overlaps_of(one), self._weight(one), len(one), 0.0)[1] for one in self._encode(images)]
 
     def _encode(self, images: Sequence[VisualTokens]) -> list[Concepts]:
         packed = pack_patches(images)
@@ -136,13 +143,19 @@ class TorinoX(Reducer):
             parts = [part.cpu().split(lengths) for part in (found.indices, found.values, found.peak)]
             return [Concepts(*one) for one in zip(*parts, strict=True)]
 
-    def _walk(self, overlap: Floats) -> tuple[Ints, Floats]:
+    def _weight(self, concepts: Concepts) -> Floats:
+        """How much each patch counts, 1 on average; of a silent one nothing is known, and it counts nothing."""
+        peak: Floats = concepts.peak.float().clamp(min=0).numpy()
+        mean = peak.mean(dtype=np.float64)
+        return np.ones_like(peak) if self.evidence == "even" or mean == 0 else (peak / mean).astype(np.float32)
+
+    def _walk(self, overlap: Floats, weight: Floats) -> tuple[Ints, Floats]:
         n, walk = len(overlap), WALKS[self.pick]
         if self.budget is None or self.pooled:
-            return walk(overlap, n, 0.0 if self.pooled else self.least)
+            return walk(overlap, weight, n, 0.0 if self.pooled else self.least)
         if self.budget > n:
             raise unmet(self.name, self.budget, n, "its patches")
-        return walk(overlap, self.budget, 0.0)
+        return walk(overlap, weight, self.budget, 0.0)
 
     def _share(self, walks: list[tuple[Ints, Floats]]) -> list[tuple[Ints, Floats]]:
         """Cut each walk where the gains of all images together leave the budget."""
@@ -206,15 +219,15 @@ def overlaps_of(concepts: Concepts) -> Floats:
     return overlap
 
 
-def cover(overlap: Floats, most: int, least: float) -> tuple[Ints, Floats]:
-    """Pick what adds most to Σ_j max over picked i of overlap(i, j), again and again.
+def cover(overlap: Floats, weight: Floats, most: int, least: float) -> tuple[Ints, Floats]:
+    """Pick what adds most to Σ_j weight(j) · max over picked i of overlap(i, j), again and again.
 
     Returns
     -------
     picked, gains : arrays of shape (M,)
         At most ``most``; what would add less than ``least`` is left out, but for the first.
     """
-    gain = overlap.sum(1, dtype=np.float64)
+    gain = (overlap * weight).sum(1, dtype=np.float64)
     held = np.zeros(len(overlap), np.float32)
     picked, gains = np.empty(most, np.int64), np.empty(most, np.float32)
     for step in range(most):
@@ -227,15 +240,15 @@ def cover(overlap: Floats, most: int, least: float) -> tuple[Ints, Floats]:
         better = np.flatnonzero(mine > held)
         columns = overlap[better]  # symmetric, so rows: only these patches are covered better than before
         lost = np.maximum(columns - held[better, None], 0) - np.maximum(columns - mine[better, None], 0)
-        gain -= lost.sum(0, dtype=np.float64)
+        gain -= (lost * weight[better, None]).sum(0, dtype=np.float64)
         held[better] = mine[better]
         gain[best] = -np.inf
     return picked, np.minimum.accumulate(gains)
 
 
-def far(overlap: Floats, most: int, least: float) -> tuple[Ints, Floats]:
+def far(overlap: Floats, weight: Floats, most: int, least: float) -> tuple[Ints, Floats]:
     """Pick the most central patch, then always the one whose largest overlap with any picked is smallest."""
-    first = int((overlap.sum(1, dtype=np.float64)).argmax())
+    first = int((overlap * weight).sum(1, dtype=np.float64).argmax())
     picked, gains = np.empty(most, np.int64), np.empty(most, np.float32)
     lack = np.ones(len(overlap), np.float32)
     for step in range(most):
