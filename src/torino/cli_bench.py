@@ -177,7 +177,7 @@ def _settings(
     words, notes = split_words(methods), list[str]()
     plain = [word for word in words if "(" not in word]
     if "all" in plain:
-        plain = names()
+        plain = [name for name in names() if not get(name).ablation]
         left = {
             "which read concepts: give --sae": [name for name in plain if takes(name, "sae") and not saes],
             "which read the question: give --clip": [

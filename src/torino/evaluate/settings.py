@@ -112,7 +112,8 @@ def takes(method: str, parameter: str) -> bool:
 
 def default_methods(*, asking: bool = False) -> list[str]:
     """All methods; those that wait for a question only where something reads it, which most models' towers cannot."""
-    return [name for name in names() if asking or not get(name).needs & {"joint", "text"}]
+    found = [name for name in names() if not get(name).ablation]
+    return [name for name in found if asking or not get(name).needs & {"joint", "text"}]
 
 
 def read_budgets(option: str, text: str) -> list[int]:

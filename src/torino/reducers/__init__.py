@@ -21,6 +21,7 @@ from torino.reducers.scts import SCTS
 from torino.reducers.tome import ToMe
 from torino.reducers.tome_tower import ToMeTower
 from torino.reducers.torino import TorinoMerge, TorinoPrune
+from torino.reducers.torino_steps import TorinoSteps
 from torino.reducers.torino_x import TorinoX
 from torino.reducers.visionzip import VisionZip
 from torino.reducers.vispruner import VisPruner
@@ -48,6 +49,7 @@ __all__ = [
     "ToMeTower",
     "TorinoMerge",
     "TorinoPrune",
+    "TorinoSteps",
     "TorinoX",
     "TowerReducer",
     "VisPruner",

@@ -43,6 +43,8 @@ class Reducer(ABC):
     """Whether its output tokens are sums of patches."""
     adaptive: ClassVar[bool] = False
     """Whether it can let the image decide how many tokens stay."""
+    ablation: ClassVar[bool] = False
+    """Whether it is there to take another method apart, and stays out of comparisons of all."""
     cost: ClassVar[str] = ""
     """How its work grows, with the letters of docs/notation.md."""
     original_licence: ClassVar[str] = ""
