@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from torino import BadParameter, RawEmbedding, Reducer, Reduction, UnknownName, VisualTokens, make, names, register
+from torino import (
+    BadParameter,
+    BadTokens,
+    RawEmbedding,
+    Reducer,
+    Reduction,
+    UnknownName,
+    VisualTokens,
+    make,
+    names,
+    register,
+)
 from torino.errors import unknown_name
 from torino.reducers import TorinoMerge, TorinoPrune, base, describe, get
 
@@ -42,6 +53,12 @@ def first_patch() -> type[Reducer]:
 def test_the_two_methods_are_there() -> None:
     assert {"torino-p", "torino-m"} <= set(names())
     assert names() == sorted(names())
+
+
+def test_a_plan_is_made_of_tokens() -> None:
+    for wrong in (torch.zeros(4, 8), [torch.zeros(4, 8)], None):
+        with pytest.raises(BadTokens, match=r"got (Tensor|list|NoneType)\. Of a matrix of patches make them with"):
+            make("random", budget=2).plan(wrong)  # type: ignore[arg-type]
     assert get("torino-p") is TorinoPrune
     assert get("torino-m") is TorinoMerge
     assert type(make("torino-m", sae=RawEmbedding())) is TorinoMerge

@@ -7,10 +7,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import wraps
 from inspect import getdoc
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
-from torino.errors import BadParameter, unknown_name
+from torino.errors import BadParameter, BadTokens, unknown_name
 from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import VisualTokens
 
@@ -49,6 +50,13 @@ class Reducer(ABC):
     """How its work grows, with the letters of docs/notation.md."""
     original_licence: ClassVar[str] = ""
     """Licence of the authors' own code, which is not used here."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """See that plans are asked for of tokens, whoever writes the method."""
+        super().__init_subclass__(**options)
+        plan = cls.__dict__.get("plan")
+        if plan is not None and not getattr(plan, "__isabstractmethod__", False):
+            type.__setattr__(cls, "plan", _of_tokens(plan))
 
     @abstractmethod
     def plan(self, tokens: VisualTokens) -> Reduction:
@@ -97,6 +105,19 @@ class Reducer(ABC):
     def __repr__(self) -> str:
         """Return the spec."""
         return self.spec
+
+
+def _of_tokens(plan: Callable[[Any, VisualTokens], Reduction]) -> Callable[[Any, VisualTokens], Reduction]:
+    @wraps(plan)
+    def checked(self: Any, tokens: VisualTokens) -> Reduction:
+        if not isinstance(tokens, VisualTokens):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check
+            raise BadTokens(
+                f"plan takes the VisualTokens of one image, got {type(tokens).__name__}. Of a matrix of patches make "
+                "them with VisualTokens(patches, grid=(rows, columns)); for several images there is plan_batch."
+            )
+        return plan(self, tokens)
+
+    return checked
 
 
 Class = TypeVar("Class", bound=type[Reducer])

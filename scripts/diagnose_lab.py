@@ -1,0 +1,192 @@
+r"""What TORINO loses that a rival keeps: sample by sample in a run of ``torino eval`` on the lab, and what was dropped.
+
+For each fixed tier the best other method is found. A sample is *lost* where that method answers rightly and TORINO does
+not, *won* where it is the other way round, *kept* where both do. Then the pictures of lost and kept samples are looked
+at again: how many groups there were, what truncation dropped, what padding added. Differences are between means over
+samples, with 95 % intervals by drawing pictures anew.
+
+Examples
+--------
+::
+
+    torino eval --model lab --sae lab --data build/lab/benchmarks --tasks Lab-GQA,... -o build/lab/run
+    python scripts/diagnose_lab.py build/lab/run --output build/lab/diagnosis.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
+from torino.evaluate.benchmarks import LAB_BENCHMARKS
+from torino.evaluate.results import Run, open_run
+from torino.evaluate.samples import Sample
+from torino.files import write_json
+from torino.images import open_image
+from torino.lab.shipped import lab_sae
+from torino.lab.tower import lab_tower
+
+K = DELTA = 2
+RIGHT = 0.5  # of a soft score
+DRAWS = 2000
+FEATURES = {
+    "groups": "groups before the budget",
+    "largest": "patches of the largest group",
+    "dropped_area": "share of patches in dropped groups",
+    "dropped_single": "share of dropped groups that are one patch",
+    "dropped_peak": "peak of dropped groups over that of kept ones",
+    "dropped_border": "share of dropped patches at the border",
+    "silent": "share of silent patches",
+    "padding": "tokens of padding",
+    "repeats": "share of padding whose group is there already",
+}
+
+
+def rights(run: Run) -> dict[str, dict[tuple[str, str], bool]]:
+    """Of every setting: whether each sample, (task, index), was answered."""
+    found: dict[str, dict[tuple[str, str], bool]] = {}
+    for task, settings in run.scores().items():
+        for setting, score in settings.items():
+            mine = found.setdefault(setting, {})
+            mine.update({(task, index): value >= RIGHT for index, value in score.per_sample.items()})
+    return found
+
+
+def best_rival(run: Run, tier: str) -> tuple[str, str]:
+    """Ids of TORINO-M and of the other method with the best mean relative score in a tier."""
+    scores = run.scores()
+    full = {task: settings["full"].value for task, settings in scores.items()}
+    relative = {
+        one.id: np.mean([scores[task][one.id].value / full[task] for task in scores])
+        for one in run.settings.values()
+        if one.tier == tier and not one.dynamic and all(one.id in scores[task] for task in scores)
+    }
+    ours = next(one for one in relative if one.startswith("torino-m"))
+    rivals = {name: value for name, value in relative.items() if not name.startswith(("torino-", "full"))}
+    return ours, max(rivals, key=lambda name: rivals[name])
+
+
+def features(tokens: VisualTokens, sae: SAE, budget: int) -> dict[str, float]:
+    """What TORINO-M at a budget did with a picture."""
+    found = sae.top(tokens.patches, K)
+    found = Concepts(found.indices.cpu(), found.values.cpu(), found.peak.cpu())
+    groups = group_by_overlap(found, DELTA)
+    plan = make("torino-m", sae=sae, k=K, delta=DELTA, budget=budget).plan(tokens)
+    label, size, peak = groups.label.numpy(), groups.sizes.numpy(), found.peak.numpy()
+    top = np.array([peak[label == one].max() for one in range(len(size))])
+    kept = np.zeros(len(size), bool)
+    is_pad = np.array([role == "padding" for role in plan.role])
+    anchor = plan.anchor.numpy()
+    kept[label[anchor[~is_pad]]] = True
+    rows, columns = np.divmod(np.arange(len(label)), tokens.grid[1])
+    border = (rows == 0) | (columns == 0) | (rows == tokens.grid[0] - 1) | (columns == tokens.grid[1] - 1)
+    gone = ~kept[label]
+    nan = float("nan")
+    return {
+        "groups": float(len(size)),
+        "largest": float(size.max()),
+        "dropped_area": float(gone.mean()),
+        "dropped_single": float((size[~kept] == 1).mean()) if (~kept).any() else nan,
+        "dropped_peak": float(top[~kept].mean() / top[kept].mean()) if (~kept).any() else nan,
+        "dropped_border": float(border[gone].mean()) if gone.any() else nan,
+        "silent": float((found.indices[:, 0] < 0).float().mean()),
+        "padding": float(is_pad.sum()),
+        "repeats": float(kept[label[anchor[is_pad]]].mean()) if is_pad.any() else nan,
+    }
+
+
+def compare(rows: list[tuple[str, bool, dict[str, float]]], seed: int = 0) -> dict[str, Any]:
+    """Means of each feature over lost and kept samples, and the interval of the difference; rows are by picture."""
+    pictures = sorted({picture for picture, _, _ in rows})
+    place = {name: i for i, name in enumerate(pictures)}
+    draws = np.random.default_rng(seed).integers(0, len(pictures), (DRAWS, len(pictures)))
+    weight = np.stack([np.bincount(one, minlength=len(pictures)) for one in draws]).astype(float)
+    told: dict[str, Any] = {}
+    for name in FEATURES:
+        sums = np.zeros((4, len(pictures)))
+        for picture, lost, values in rows:
+            if not np.isnan(values[name]):
+                sums[0 if lost else 2, place[picture]] += values[name]
+                sums[1 if lost else 3, place[picture]] += 1
+        if not sums[1].sum() or not sums[3].sum():
+            continue
+        a, n, b, m = weight @ sums.T[:, 0], weight @ sums.T[:, 1], weight @ sums.T[:, 2], weight @ sums.T[:, 3]
+        good = (n > 0) & (m > 0)
+        low, high = np.quantile(a[good] / n[good] - b[good] / m[good], (0.025, 0.975))
+        lost_mean, kept_mean = sums[0].sum() / sums[1].sum(), sums[2].sum() / sums[3].sum()
+        told[name] = {"lost": lost_mean, "kept": kept_mean, "low": float(low), "high": float(high)}
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder that torino eval has written")
+    parser.add_argument("--tiers", nargs="+", default=["192", "128", "64"])
+    parser.add_argument("--sae", type=Path, help="of the run (default: the one that ships)")
+    parser.add_argument("--output", type=Path, help="JSON to write")
+    args = parser.parse_args()
+    run = open_run(args.run)
+    if not set(run.tasks) <= set(LAB_BENCHMARKS):
+        raise SystemExit(f"{args.run} is not a run on the lab's benchmarks.")
+    sae = lab_sae() if args.sae is None else SAE.load(args.sae)
+    tower = lab_tower(sae.card.block if sae.card.block is not None else 7)
+    samples = {(name, one.index): one for name, task in run.open_tasks().items() for one in task}
+    right = rights(run)
+    seen: dict[str, VisualTokens] = {}
+    told: dict[str, Any] = {}
+    for tier in args.tiers:
+        ours, rival = best_rival(run, tier)
+        both = {key: (right[ours][key], right[rival][key]) for key in samples if key in right[ours]}
+        count = Counter(both.values())
+        print(
+            f"\n{tier} tokens: {ours} and {rival}\n  kept by both {count[True, True]}, lost {count[False, True]}, "
+            f"won {count[True, False]}, neither {count[False, False]}"
+        )
+        by_kind: dict[str, Counter[tuple[bool, bool]]] = {}
+        for key, what in both.items():
+            by_kind.setdefault(f"{key[0]} {samples[key].meta.get('category', '')}", Counter())[what] += 1
+        for kind, each in sorted(by_kind.items(), key=lambda item: item[1][True, False] - item[1][False, True]):
+            print(f"  {kind:24s} lost {each[False, True]:3d}  won {each[True, False]:3d}  of {each.total()}")
+        rows: list[tuple[str, bool, dict[str, float]]] = []
+        wanted = [key for key, (mine, other) in both.items() if other]
+        known: dict[str, dict[str, float]] = {}
+        for number, key in enumerate(wanted):
+            place = _tokens_of(samples[key], seen, tower)
+            if place not in known:
+                known[place] = features(seen[place], sae, int(tier))
+            rows.append((place, not both[key][0], known[place]))
+            print(f"\r  looking {number + 1}/{len(wanted)} ", end="", file=sys.stderr, flush=True)
+        print("", file=sys.stderr)
+        table = compare(rows)
+        for name, one in table.items():
+            print(
+                f"  {FEATURES[name]:48s} lost {one['lost']:8.3f}  kept {one['kept']:8.3f}  difference "
+                f"[{one['low']:+.3f}, {one['high']:+.3f}]"
+            )
+        told[tier] = {
+            "ours": ours,
+            "rival": rival,
+            "counts": {"kept": count[True, True], "lost": count[False, True], "won": count[True, False]},
+            "kinds": {kind: [each[False, True], each[True, False], each.total()] for kind, each in by_kind.items()},
+            "features": table,
+        }
+    if args.output:
+        write_json(args.output, told)
+
+
+def _tokens_of(sample: Sample, seen: dict[str, VisualTokens], tower: Any) -> str:
+    """Look at the picture of a sample, once; its name."""
+    key = sample.image.key
+    if key not in seen:
+        (seen[key],) = tower.look([open_image(sample.image.read())])
+    return key
+
+
+if __name__ == "__main__":
+    main()
