@@ -35,8 +35,10 @@ from torino import SAE, RawEmbedding, VisualTokens, make
 from torino.errors import TorinoError
 from torino.evaluate.settings import takes
 from torino.files import write_json
+from torino.options import POSITIONS
 from torino.reducers import Reducer
 from torino.reduction import Reduction
+from torino.vlm.host import place
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = {
@@ -130,7 +132,7 @@ def main() -> None:
     add("--sae", type=Path, default=ROOT / "src/torino/data/lab/sae", help="of those that read concepts; or 'raw'")
     add("--budgets", default="", help="separated by commas")
     add("--against", help="spec that the others are compared with, budget by budget; by default the first")
-    add("--original", action="store_true", help="what is left keeps its positions in the whole prompt")
+    add("--positions", choices=POSITIONS, default="own", help="how what is left is numbered (default: %(default)s)")
     add("--pictures", type=int, default=300)
     add("--width", type=int, default=256)
     add("--layers", type=int, default=6)
@@ -149,14 +151,15 @@ def main() -> None:
         for spec in dict.fromkeys(["full", *specs] if budget == budgets[0] else specs):
             reducer = None if spec == "full" else _made(spec, sae, budget)
             label = "full" if reducer is None else reducer.spec
-            key = f"{label} @ {bench.step}, {args.pictures} pictures, {args.sae.name}{', original' * args.original}"
+            placed = place(args.positions, reducer)
+            key = f"{label} @ {bench.step}, {args.pictures} pictures, {args.sae.name}, {placed}"
             if key not in held:
                 try:
                     plans = None if reducer is None else reducer.plan_batch(bench.images)
                 except TorinoError as error:
                     print(f"{label}: {error}", file=sys.stderr)
                     continue
-                held[key] = bench.run(plans, args.original)
+                held[key] = bench.run(plans, placed == "original")
                 if args.output:
                     write_json(args.output, held)
             if reducer is not None and first is None:
