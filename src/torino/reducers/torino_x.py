@@ -78,7 +78,7 @@ class TorinoX(Reducer):
     budget: int | None = None
     least: float = 0.5
     pooled: bool = False
-    concepts: int = 16
+    concepts: int = 8
     pick: Pick = "cover"
     evidence: Evidence = "peak"
     form: Form = "merge"
