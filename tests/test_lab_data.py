@@ -344,8 +344,8 @@ def test_a_cell_is_named_after_one_thing_only() -> None:
 
 RECORDED = {
     "Lab-GQA": "ddd33400a641d494",
-    "Lab-MMB": "781bb5c183d0f37a",
-    "Lab-MMB-CN": "7c4f8cb7d2812930",
+    "Lab-MMB": "5fe7850fc71b19f5",
+    "Lab-MMB-CN": "cf93fedf0254a475",
     "Lab-MME": "25fdec1ce5ee084d",
     "Lab-POPE": "ec2038975634b838",
     "Lab-SQA": "5b6f4d5b7c9d6356",

@@ -73,9 +73,10 @@ class Plan:
         return [*found, *settings_.own_settings(self.specs, saes)]
 
     def second(self, saes: Sequence[str], run: Run) -> list[Setting]:
-        """What waits for the mean lengths of dynamic TORINO."""
+        """What waits for the mean lengths of dynamic TORINO; a tier that has methods already stays at its length."""
         references = {one.tier: one for one in run.settings.values() if one.reference}
-        budgets = {tier: mean_length(run, one.id) for tier, one in references.items()}
+        held = {one.tier: one.budget for one in run.settings.values() if one.budget is not None}
+        budgets = {tier: held.get(tier) or mean_length(run, one.id) for tier, one in references.items()}
         return settings_.matched_settings(self.methods, budgets, references, saes, self.seeds)
 
 

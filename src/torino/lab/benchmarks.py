@@ -54,8 +54,8 @@ _NINE = (
         "exact",
         {"cell": 90, "which": 60, "scene": 20, "shapes": 60, "where": 40, "shape": 40, "colour": 30},
     ),
-    Benchmark("Lab-MMB", "circular", {"photo": 40, "cell": 30, "which": 10, "small": 20}),
-    Benchmark("Lab-MMB-CN", "circular", {"photo": 40, "cell": 24, "small": 16}),
+    Benchmark("Lab-MMB", "circular", {"photo": 120, "cell": 70, "which": 25, "small": 45}),
+    Benchmark("Lab-MMB-CN", "circular", {"photo": 120, "cell": 60, "small": 40}),
     Benchmark("Lab-MME", "mme", {"existence": 40, "action": 20, "cell": 40, "color": 30}),
     Benchmark("Lab-POPE", "pope", dict.fromkeys(SPLITS, 150)),
     Benchmark("Lab-SQA", "mcq", {"chart": 120, "diagram": 120}),
@@ -139,7 +139,7 @@ class Recipe:
         else:
             source = self._over(pictures.small, rng)
         which = {"cell": "What is", "which": "Which photo"}.get(part, "") if kind == "choice" else ""
-        return pick(source, (kind,), part, count, rng, begins=which, most=2)
+        return pick(source, (kind,), part, count, rng, begins=which, most=4)
 
     def _mme(self, part: str, count: int, rng: Random) -> list[Item]:
         if part in ("existence", "action"):
