@@ -76,10 +76,9 @@ def look(corpus: Corpus, work: Path, block: int) -> None:
     for start in range(0, len(corpus), SHARD):
         file = work / "features" / f"{start:06d}.npy"
         numbers = range(start, min(start + SHARD, len(corpus)))
-        whole = file.exists() and file.with_suffix(".json").exists()
-        if whole and len(np.load(file, mmap_mode="r")) >= len(
-            numbers
-        ):  # the last shard of fewer pictures is not enough
+        there = file.exists() and file.with_suffix(".json").exists()
+        # the last shard of a run over fewer pictures is not enough
+        if there and len(np.load(file, mmap_mode="r")) >= len(numbers):
             continue
         tokens = np.empty((len(numbers), PATCHES, WIDTH), dtype=np.float16)
         cls = np.empty((len(numbers), WIDTH), dtype=np.float16)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # torch is only fetched by commands that need it
     from torino.reducers import Reducer
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-POSITIONS = ("own", "compact", "original")
+POSITIONS = ("own", "compact", "original")  # those of torino.vlm.host, without torch
 LAB = "lab"
 """The name of the model, tower and SAE that come with torino."""
 

@@ -15,7 +15,7 @@ from torino.grouping import Groups, Ints, group_by_overlap, shared_concepts
 from torino.packed import offsets_of
 from torino.reducers.base import Placed, Reducer, register
 from torino.reducers.sentences import check_choice, check_count, check_encoder
-from torino.reducers.torino_x import overlaps_of
+from torino.reducers.torino_x import overlaps_of, share_of
 from torino.reduction import Reduction
 from torino.stages import stage
 from torino.tokens import VisualTokens
@@ -144,7 +144,7 @@ class TorinoSteps(Reducer):
             return np.arange(len(size))
         if self.survive == "cover":
             assert codes is not None
-            return np.sort(_walk(codes[leader], _share(peak), self.budget, np.zeros(len(peak))))
+            return np.sort(_walk(codes[leader], share_of(peak), self.budget, np.zeros(len(peak))))
         worth = size.astype(np.float64) if self.survive == "size" else peak[leader]
         return np.sort(np.argsort(-worth, kind="stable")[: self.budget])
 
@@ -163,7 +163,7 @@ class TorinoSteps(Reducer):
         if self.padding == "peak":
             return pool[np.argsort(-peak[pool], kind="stable")[:lacks]]
         assert codes is not None
-        return pool[_walk(codes[pool], _share(peak), lacks, codes[anchors].max(0))]
+        return pool[_walk(codes[pool], share_of(peak), lacks, codes[anchors].max(0))]
 
     def _weights(self, members: Ints, peak: Floats, patches: Floats) -> Floats:
         """Weights of the sum that stands for a group."""
@@ -183,7 +183,7 @@ class TorinoSteps(Reducer):
     def _reduce(self, tokens: VisualTokens, found: Concepts, groups: Groups) -> Reduction:
         label, size = groups.label.numpy(), groups.sizes.numpy()
         peak = found.peak.double().numpy()
-        wanted = "cover" in self.survive or "missing" in self.padding or self.stand == "medoid"
+        wanted = self.survive == "cover" or self.padding == "missing" or self.stand == "medoid"
         codes = overlaps_of(_first(found, CODE)).astype(np.float64) if wanted else None
         patches: Floats = tokens.patches.detach().double().cpu().numpy()
         members = np.split(np.lexsort((np.arange(len(label)), label)), size.cumsum()[:-1])
@@ -228,12 +228,6 @@ class TorinoSteps(Reducer):
 def _first(concepts: Concepts, k: int) -> Concepts:
     """The ``k`` strongest of more."""
     return Concepts(concepts.indices[:, :k], concepts.values[:, :k], concepts.peak)
-
-
-def _share(peak: Floats) -> Floats:
-    """How much each patch counts, as in ``torino-x``."""
-    loud = peak.clip(min=0)
-    return loud / loud.mean() if loud.any() else np.ones_like(loud)
 
 
 def _walk(table: Floats, weight: Floats, most: int, held: Floats) -> Ints:

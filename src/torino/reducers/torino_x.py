@@ -145,9 +145,8 @@ class TorinoX(Reducer):
 
     def _weight(self, concepts: Concepts) -> Floats:
         """How much each patch counts, 1 on average; of a silent one nothing is known, and it counts nothing."""
-        peak: Floats = concepts.peak.float().clamp(min=0).numpy()
-        mean = peak.mean(dtype=np.float64)
-        return np.ones_like(peak) if self.evidence == "even" or mean == 0 else (peak / mean).astype(np.float32)
+        peak = concepts.peak.double().numpy()
+        return (np.ones_like(peak) if self.evidence == "even" else share_of(peak)).astype(np.float32)
 
     def _walk(self, overlap: Floats, weight: Floats) -> tuple[Ints, Floats]:
         n, walk = len(overlap), WALKS[self.pick]
@@ -199,6 +198,12 @@ class TorinoX(Reducer):
             assigned=torch.from_numpy(assigned),
             score=torch.from_numpy(gains),
         )
+
+
+def share_of(peak: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How much each patch counts by its peak, 1 on average; all alike where there is none."""
+    loud = peak.clip(min=0)
+    return loud / loud.mean() if loud.any() else np.ones_like(loud)
 
 
 def overlaps_of(concepts: Concepts) -> Floats:
