@@ -229,8 +229,18 @@ def test_what_is_asked_together_does_not_depend_on_what_is_missing(
     list(engine.answers([picture(1)], asked, lambda key, name: True))
     assert together == [["r", "s"], ["full"], ["c"]]
     together.clear()
-    list(engine.answers([picture(1)], asked, lambda key, name: name in ("r", "full")))  # as after a crash
-    assert together == [["r", "s"], ["full"]]
+    planned: list[str] = []
+    part = engine._part
+    monkeypatch.setattr(engine, "_part", lambda name, *given: planned.append(name) or part(name, *given))
+    list(engine.answers([picture(1)], asked, lambda key, name: name == "r"))  # as after a crash
+    assert together == [["r", "s"]]
+    assert planned == ["r", "s"]  # and nothing is worked out for batches that have answered
+
+
+def test_batches_are_of_one_tier_and_even(vlm: tuple[Any, Any]) -> None:
+    reducers = {f"{tier}{i}": make(f"random(budget={tier})") for tier in (5, 6) for i in range(5)}
+    engine = Engine(*vlm, {**reducers, "full": None}, batch=4, tiers={name: name[0] for name in reducers})
+    assert engine._at_once == [["50", "51"], ["52", "53", "54"], ["60", "61"], ["62", "63", "64"], ["full"]]
 
 
 # ---------------------------------------------------------------------- runs

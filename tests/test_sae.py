@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torino import SAE, BadFile, BadParameter, BadTokens, Origin, SAECard, SAEMismatch, VisualTokens, make
-from torino.concepts import ConceptEncoder
+from torino.concepts import ConceptEncoder, Remembering
 
 KINDS = ("relu", "topk", "batchtopk", "matryoshka", "jumprelu")
 C, D = 24, 4
@@ -551,3 +551,30 @@ def test_autocast_rounds_neither_latents_nor_tokens() -> None:
     assert z.dtype == again.dtype == torch.float32
     assert torch.equal(z, sae.encode(x))
     assert torch.equal(again, sae.reconstruct(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_encoder_that_remembers_says_the_same(kind: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sae = make_sae(kind)
+    x = whole(-3, 3, 40, D, seed=5)  # whole numbers, full of ties
+    x = x if exact else x + torch.rand(40, D, generator=torch.Generator().manual_seed(1))
+    wanted = {(k, rank): sae.top(x, k, rank=rank) for k in (1, 3, 8) for rank in ("activation", "pre-threshold")}
+    calls: list[int] = []
+    stock = sae.top
+    monkeypatch.setattr(sae, "top", lambda tokens, k, **given: calls.append(k) or stock(tokens, k, **given))
+    encoder = Remembering(sae)
+    assert isinstance(encoder, ConceptEncoder)
+    assert encoder.latents == C
+    for rank in ("activation", "pre-threshold"):
+        for k in (3, 1, 8, 3):
+            found = encoder.top(x, k, rank=rank)
+            for name in ("indices", "values", "peak"):
+                assert torch.equal(getattr(found, name), getattr(wanted[k, rank], name))
+    assert calls == [3, 8, 3, 8]
+    encoder.top(x.clone(), 1)  # equal, but who knows for how long
+    x.add_(1)
+    encoder.top(x, 1)
+    assert calls[4:] == [1, 1]
+    with pytest.raises(SAEMismatch):
+        encoder.check_origin(Origin(), D + 1)

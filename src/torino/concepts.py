@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -137,3 +137,34 @@ class RawEmbedding:
 
     def check_origin(self, origin: Origin, width: int) -> None:
         """Accept any tokens: nothing was trained."""
+
+
+class Remembering:
+    """An encoder that keeps what it said last, for when many reducers are shown the same picture.
+
+    Concepts come by falling activation, so the ``k`` strongest are the first of any longer list. The tensor asked about
+    must be the very same, not one of equal values.
+    """
+
+    def __init__(self, encoder: ConceptEncoder) -> None:
+        self.encoder = encoder
+        self._said: tuple[Tensor, int, Rank, Concepts] | None = None
+
+    def top(self, x: Tensor, k: int, *, rank: Rank = "activation") -> Concepts:
+        """Return the ``k`` strongest concepts, from memory where they are there."""
+        version = -1 if x.is_inference() else x._version
+        if self._said is not None:
+            tensor, was, ranked, said = self._said
+            if tensor is x and was == version and ranked == rank and k <= said.indices.shape[1]:
+                return Concepts(said.indices[:, :k], said.values[:, :k], said.peak)
+        said = self.encoder.top(x, k, rank=rank)
+        self._said = (x, version, rank, said)
+        return said
+
+    def check_origin(self, origin: Origin, width: int) -> None:
+        """Accept what the encoder accepts."""
+        self.encoder.check_origin(origin, width)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the encoder's."""
+        return getattr(self.encoder, name)

@@ -107,9 +107,9 @@ class Engine:
     """Answers questions about pictures under many settings; the tower looks at each picture once for all of them.
 
     The language model, too, reads a picture once for all questions about it, where the model's family allows it.
-    Methods that work inside the tower, or choose by the question, see it anew, as they must. What is answered in one
-    batch depends on the picture, the question and the settings alone, so a run that is taken up again gives the
-    same answers.
+    Methods that work inside the tower, or choose by the question, see it anew, as they must. Which settings are
+    answered in one batch depends on the settings alone, so a run that is taken up again gives the same answers, and
+    where it lacks those of few settings, the other batches are not even planned.
 
     Parameters
     ----------
@@ -121,6 +121,8 @@ class Engine:
     positions : {"own", "compact", "original"}
     batch : int
         Settings whose answers to one question are made together, where the model's family allows it.
+    tiers : mapping of setting to str, optional
+        Settings of one tier are batched together: they should leave about as many tokens.
     on_error : {"skip", "stop"}
         Whether a picture or question at which the model fails is noted and passed over.
     asking : ClipText, optional
@@ -136,6 +138,7 @@ class Engine:
         padding: Padding = "crop",
         positions: Positions = "own",
         batch: int = 8,
+        tiers: Mapping[str, str] | None = None,
         on_error: OnError = "skip",
         asking: ClipText | None = None,
     ) -> None:
@@ -148,7 +151,7 @@ class Engine:
         self.on_error, self.asking = on_error, asking
         # families that lay out positions or outputs by image are asked one by one
         plain = type(self.host).outputs is Host.outputs and type(self.host).positions is Host.positions
-        self.batch = batch if plain else 1
+        batch = batch if plain else 1
         self._resumes = plain and self.host.resumes
         self._colour = mean_colour(processor)
         self._weight = next(one for one in model.parameters() if one.is_floating_point())
@@ -158,6 +161,9 @@ class Engine:
                     f"{setting} chooses patches by the question, and nothing here reads it. Give the text half of the "
                     "model's CLIP (--clip), or leave the method out."
                 )
+        by_question = {name for name, one in self.reducers.items() if one is not None and one.needs & ASKED}
+        self._at_once = self._batches([name for name in self.reducers if name not in by_question], batch, tiers or {})
+        self._by_question = self._batches(sorted(by_question), batch, tiers or {})
 
     @torch.no_grad()
     def answers(
@@ -186,9 +192,13 @@ class Engine:
         open_ = [question for question in asked if any(wanted(question.key, name) for name in self.reducers)]
         if not open_:
             return
+        at_once = [
+            names for names in self._at_once if any(wanted(question.key, name) for question in open_ for name in names)
+        ]
         try:
             images = [prepare(open_image(picture), self.padding, self._colour) for picture in pictures]
-            parts, failed = self._parts(images, open_[0])
+            inputs = self._inputs(images, open_[0])
+            sight, seen = self._look(inputs, [name for names in at_once for name in names])
         except Exception as error:
             self._stop_at(error)
             yield [
@@ -198,26 +208,42 @@ class Engine:
                 if wanted(question.key, name)
             ]
             return
-        if keep is not None:
-            self._keep(keep, images, open_[0], parts)
-        for group in self._batches(parts):
+        for names in at_once:
+            parts, failed = self._parts(names, sight, inputs, seen)
+            if keep is not None:
+                self._keep(keep, images, inputs, parts)
             # by the questions there are, not by those still open: a run that goes on gives the same answers
             lead = _Lead() if self._resumes and len(asked) > 1 else None
             for question in open_:
-                if any(wanted(question.key, part.setting) for part in group):
-                    done = self._answer(images, question, group, lead)
+                if any(wanted(question.key, name) for name in names):
+                    done = self._answer(images, question, parts, lead)
+                    done += [_failed(question.key, name, error) for name, error in failed.items()]
                     yield [answer for answer in done if wanted(answer.key, answer.setting)]
         for question in open_:
-            asked_parts, lost = self._by_question(images, question)
-            yield [
-                _failed(question.key, name, error)
-                for name, error in {**failed, **lost}.items()
-                if wanted(question.key, name)
-            ]
-            for group in self._batches(asked_parts):
-                if any(wanted(question.key, part.setting) for part in group):
-                    done = self._answer(images, question, group)
+            for names in self._by_question:
+                if any(wanted(question.key, name) for name in names):
+                    parts, failed = self._asked_parts(names, images, question)
+                    done = self._answer(images, question, parts)
+                    done += [_failed(question.key, name, error) for name, error in failed.items()]
                     yield [answer for answer in done if wanted(answer.key, answer.setting)]
+
+    def _batches(self, names: Sequence[str], batch: int, tiers: Mapping[str, str]) -> list[list[str]]:
+        """Settings that are answered together: of one tier, their tokens numbered alike, and no more than ``batch``.
+
+        All tokens of a picture are so many more than what methods leave of them that they are a tier of their own.
+        """
+        order = list(dict.fromkeys(tiers.values()))
+
+        def key(name: str) -> tuple[bool, str, int]:
+            reducer = self.reducers[name]
+            return reducer is None, place(self.positions, reducer), order.index(tiers[name]) if name in tiers else -1
+
+        made: list[list[str]] = []
+        for _, alike in groupby(sorted(names, key=lambda name: (key(name), name)), key=key):
+            some = list(alike)
+            pieces = -(-len(some) // batch)
+            made += [some[len(some) * i // pieces : len(some) * (i + 1) // pieces] for i in range(pieces)]
+        return made
 
     def _stop_at(self, error: Exception) -> None:
         """Raise what went wrong, as a sentence, where that is asked for."""
@@ -232,23 +258,25 @@ class Engine:
 
     # ------------------------------------------------------------------ seeing
 
-    def _parts(self, images: Sequence[Any], question: Asked) -> tuple[list[_Part], dict[str, Exception]]:
-        """What each setting makes of the picture, and the settings that fail at it."""
-        inputs = self._inputs(images, question)
+    def _look(self, inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[Sight, float]:
+        """What the tower shows to all settings that do not work inside it, and how long that took."""
         common = frozenset[str]()
-        for reducer in self.reducers.values():
+        for reducer in (self.reducers[name] for name in names):
             if reducer is not None and inside_of(reducer) is None:
                 common |= reducer.needs | (reducer.views_need if self.host.tiles else frozenset())
         begin = time.perf_counter()
-        sight = self.host.look(inputs, common - ASKED)
-        seen = time.perf_counter() - begin
+        sight = self.host.look(inputs, common)
+        return sight, time.perf_counter() - begin
+
+    def _parts(
+        self, names: Sequence[str], sight: Sight, inputs: Mapping[str, Any], seen: float
+    ) -> tuple[list[_Part], dict[str, Exception]]:
+        """What each setting makes of the picture, and the settings that fail at it."""
         parts: list[_Part] = []
         failed: dict[str, Exception] = {}
-        for name, reducer in self.reducers.items():
-            if reducer is not None and reducer.needs & ASKED:
-                continue
+        for name in names:
             try:
-                parts.append(self._part(name, reducer, sight, inputs, seen))
+                parts.append(self._part(name, self.reducers[name], sight, inputs, seen))
             except Exception as error:
                 self._stop_at(error)
                 failed[name] = error
@@ -270,8 +298,8 @@ class Engine:
         tokens = sum(len(splice.slots) for splice in splices)
         return _Part(name, sight, plans, splices, tokens, seconds, place(self.positions, reducer))
 
-    def _keep(self, keep: Keeper, images: Sequence[Any], question: Asked, parts: Sequence[_Part]) -> None:
-        seen = as_seen(self._inputs(images, question), self.processor, images)
+    def _keep(self, keep: Keeper, images: Sequence[Any], inputs: Mapping[str, Any], parts: Sequence[_Part]) -> None:
+        seen = as_seen(inputs, self.processor, images)
         if len(seen) != 1 or any(len(part.plans) != 1 for part in parts):
             return
         keep.photo(seen[0])
@@ -279,16 +307,16 @@ class Engine:
             if self.reducers[part.setting] is not None:
                 keep.plan(part.setting, part.plans[0])
 
-    def _by_question(self, images: Sequence[Any], question: Asked) -> tuple[list[_Part], dict[str, Exception]]:
-        """Settings that choose by the question, which see the picture for this one alone.
-
-        Also those that have answered it already: without them the others would be batched in another way.
-        """
+    def _asked_parts(
+        self, names: Sequence[str], images: Sequence[Any], question: Asked
+    ) -> tuple[list[_Part], dict[str, Exception]]:
+        """What settings that choose by the question make of the picture, which they see for this one alone."""
         parts: list[_Part] = []
         failed: dict[str, Exception] = {}
-        for name, reducer in self.reducers.items():
-            if reducer is None or not reducer.needs & ASKED or self.asking is None:
-                continue
+        for name in names:
+            reducer = self.reducers[name]
+            assert reducer is not None
+            assert self.asking is not None  # an engine without it is refused
             try:
                 inputs = self._inputs(images, question)
                 begin = time.perf_counter()
@@ -302,17 +330,11 @@ class Engine:
 
     # ------------------------------------------------------------------ answering
 
-    def _batches(self, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-        """Settings of similar length together; the order depends on the lengths and names alone."""
-        ordered = sorted(parts, key=lambda part: (part.placed, part.tokens, part.setting))
-        for _, alike in groupby(ordered, key=lambda part: part.placed):
-            some = list(alike)
-            for start in range(0, len(some), self.batch):
-                yield some[start : start + self.batch]
-
     def _answer(
         self, images: Sequence[Any], question: Asked, group: Sequence[_Part], lead: _Lead | None = None
     ) -> list[Answered]:
+        if not group:
+            return []
         try:
             return self._generate(images, question, group, lead)
         except Exception as error:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torino.concepts import Remembering
 from torino.errors import BadParameter, TorinoError
 from torino.evaluate import settings as settings_
 from torino.evaluate.cells import Keeper, place_of
@@ -242,13 +243,15 @@ class _Worker:
             self._tell(name, count, total)
             if count == total:
                 return
+            remembering = {label: Remembering(sae) for label, sae in self.saes.items()}
             engine = Engine(
                 self.model,
                 self.processor,
-                {setting.id: setting.reducer(self.saes) for setting in settings},
+                {setting.id: setting.reducer(remembering) for setting in settings},
                 padding=self.facts["padding"],
                 positions=self.facts["positions"],
                 batch=int(self.facts["batch"]),
+                tiers={setting.id: setting.tier for setting in settings},
                 on_error=self.on_error,
                 asking=self.asking,
             )
