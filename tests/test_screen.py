@@ -24,7 +24,7 @@ from torino import SAE, BadParameter
 from torino import screen as room
 from torino.example import example_sae, example_tokens
 from torino.files import read_arrays
-from torino.screen import Told, product_by, products, quantise, screened, search, zero_for
+from torino.screen import Told, product_of, products, quantise, screened, search, zero_for
 from torino.screen import quantised as storing
 from torino.strongest import strongest
 
@@ -41,9 +41,17 @@ ZERO = torch.tensor(0.0)
 
 
 def by_screen(
-    x: Tensor, w: Tensor, b: Tensor, k: int, floor: Tensor = ZERO, backend: Any = "torch", told: Any = None
+    x: Tensor,
+    w: Tensor,
+    b: Tensor,
+    k: int,
+    floor: Tensor = ZERO,
+    backend: Any = "torch",
+    told: Any = None,
+    chunk: int = products.CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    return screened(x, w, b, k, floor, quantise(w, b, zero_for(backend)), backend, told=told)
+    held = quantise(w, b, zero_for(backend))
+    return screened(x, w, b, k, floor, held, product_of(backend, held.levels, int(held.zero), chunk), told=told)
 
 
 def unit(rows: Tensor) -> Tensor:
@@ -62,27 +70,36 @@ def test_products_are_exact(backend: Any, shape: tuple[int, int, int], zero: int
     c, d, n = shape
     random = torch.Generator().manual_seed(0)
     weights = torch.randint(1, 2 * zero, (c, d), generator=random).byte()
-    tokens = torch.randint(-127, 128, (d, n), generator=random).char()
-    weights[0], weights[1], tokens[:, 0] = 2 * zero - 1, 1, 127  # the largest sums there are
-    got = product_by(backend, zero)(weights, tokens, torch.empty(c, n, dtype=torch.int32))
-    assert got.shape == (c, n)
-    assert torch.equal(got.long(), (weights.long() - zero) @ tokens.long())
+    tokens = torch.randint(-127, 128, (n, d), generator=random).char()
+    weights[0], weights[1], tokens[0] = 2 * zero - 1, 1, 127  # the largest sums there are
+    wanted = tokens.long() @ (weights.long() - zero).T
+    for chunk in (32, 64, 4096):
+        product = product_of(backend, weights, zero, chunk)
+        taken = product.take(tokens)
+        for start in range(0, c, chunk):
+            rows = min(chunk, c - start)
+            got = product.scores(taken, start, torch.empty(n, rows, dtype=torch.int32))
+            assert got.shape == (n, 32, rows // 32)
+            assert torch.equal(got.transpose(1, 2).flatten(1).long(), wanted[:, start : start + rows])
 
 
 @needs_onnxruntime
 @pytest.mark.parametrize(("most", "zero"), [(2**17, 128), (2**15 - 1, 64), (100, None)])
 def test_a_product_that_saturates_is_not_trusted(monkeypatch: pytest.MonkeyPatch, most: int, zero: int | None) -> None:
     """As on processors that add pairs in 16 bits: 8-bit weights are then given up, and in the end the screen is."""
-    exact = products.by_onnxruntime
 
-    def saturating(session: Any, weights: Tensor, tokens: Tensor, place: Tensor) -> Tensor:
-        exact(session, weights, tokens, place)
-        largest = 2 * int(weights.max()) * 127
-        return place.clamp_(-most, most) if largest >= most else place
+    class Saturating(products.ByOnnxruntime):
+        def __init__(self, levels: Tensor, zero: int, chunk: int) -> None:
+            super().__init__(levels, zero, chunk)
+            self.saturates = 2 * int(levels.max() - zero) * 255 >= most
 
-    monkeypatch.setattr(products, "by_onnxruntime", saturating)
+        def scores(self, tokens: Tensor, start: int, place: Tensor) -> Tensor:
+            made = super().scores(tokens, start, place)
+            return made.clamp_(-most, most) if self.saturates else made
+
+    monkeypatch.setitem(products._products, "onnxruntime", Saturating)
     monkeypatch.setattr(products, "_said", set())
-    products._session.cache_clear()
+    zero_for.cache_clear()
     try:
         if zero is None:
             with pytest.warns(UserWarning, match="not exact"):
@@ -91,13 +108,14 @@ def test_a_product_that_saturates_is_not_trusted(monkeypatch: pytest.MonkeyPatch
             assert products.backend_for(torch.device("cpu")) == "onnxruntime"
             assert zero_for("onnxruntime") == zero
     finally:
-        products._session.cache_clear()
+        zero_for.cache_clear()
 
 
 @pytest.mark.parametrize("zero", [64, 128])
 def test_seven_bits_and_eight_give_the_same(zero: int) -> None:
     x, w, b = normal(20, 50), normal(900, 50, seed=1), normal(900, seed=2)
-    got = screened(x, w, b, 5, ZERO, quantise(w, b, zero), "torch")
+    held = quantise(w, b, zero)
+    got = screened(x, w, b, 5, ZERO, held, product_of("torch", held.levels, zero))
     same_bits(got, strongest(x, w, b, 5, ZERO))
 
 
@@ -111,7 +129,7 @@ def test_no_score_is_further_off_than_the_bound_says(name: str, zero: int) -> No
     held = quantise(w, b, zero)
     latents = search._latents(b, ZERO, held)
     tokens = search._tokens(x, held, latents.largest)
-    whole = (held.levels.double() - zero) @ tokens.levels.double()
+    whole = (held.levels.double() - zero) @ tokens.levels.double().T
     offset, norm, error, step = latents.rows[:, :, None].unbind(1)
     missing, length, scale = tokens.terms.T[:, None].unbind(0)
     middle, bound = whole * step * scale + offset, norm * missing + error * length
@@ -252,10 +270,11 @@ def test_batch_tiles_and_chunks_change_nothing(name: str, monkeypatch: pytest.Mo
     want = strongest(x, w, b, 3, ZERO)
     alone = [by_screen(row[None], w, b, 3) for row in x]
     same_bits((torch.cat([i for i, _ in alone]), torch.cat([v for _, v in alone])), want)
-    for size, value in (("ROWS", 3), ("PIECE", 3), ("CHUNK", 32)):
+    for size in ("ROWS", "PIECE"):
         with monkeypatch.context() as patch:
-            patch.setattr(search, size, value)
+            patch.setattr(search, size, 3)
             same_bits(by_screen(x, w, b, 3), want)
+    same_bits(by_screen(x, w, b, 3, chunk=32), want)
     same_bits(by_screen(x.T.contiguous().T, w, b, 3), want)
 
 
@@ -310,22 +329,14 @@ class LargestDense(Largest):
 
 
 @pytest.mark.parametrize("floors", [0, 1])
-def test_no_tensor_comes_near_the_matrix_of_activations(floors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_torch = products.by_torch
+def test_no_tensor_comes_near_the_matrix_of_activations(floors: int) -> None:
     n, d, c = 576, 64, 65536
     x, w = normal(n, d), normal(c, d, seed=1)
     x[::24] = 0
     floor = torch.full((c,), 20.0) if floors else ZERO
     held = quantise(w, torch.zeros(c), 128)
-
-    def frugal(zero: int, weights: Tensor, tokens: Tensor, place: Tensor) -> Tensor:
-        for part, out in zip(weights.split(256), place.split(256), strict=True):
-            by_torch(zero, part, tokens, out)
-        return place
-
-    monkeypatch.setattr(products, "by_torch", frugal)
     with LargestDense() as seen:
-        indices, _ = screened(x, w, torch.zeros(c), 4, floor, held, "torch")
+        indices, _ = screened(x, w, torch.zeros(c), 4, floor, held, product_of("torch", held.levels, 128))
     assert seen.bytes <= w.nbytes, f"{seen.by} returned {seen.bytes / 2**20:.0f} MiB"
     rows = torch.tensor([0, 1, 574, 575])
     assert torch.equal(indices[rows], definition(x[rows], w, torch.zeros(c), 4, floor)[0])

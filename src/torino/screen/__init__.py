@@ -7,12 +7,13 @@ only the candidates are scored as :mod:`torino.strongest` defines it. ``docs/fas
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
 
-from torino.screen.products import Backend, Product, backend_for, product_by, zero_for
+from torino.screen.products import Backend, Product, backend_for, product_of, zero_for
 from torino.screen.quantised import Quantised, quantise, quantised_of
 from torino.screen.search import Told, screened
 
@@ -24,7 +25,7 @@ __all__ = [
     "Screen",
     "Told",
     "backend_for",
-    "product_by",
+    "product_of",
     "quantise",
     "quantised_of",
     "screened",
@@ -44,7 +45,7 @@ class Keeper:
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
         self._state: object = None
-        self._held: Quantised | None = None
+        self._held: tuple[Quantised, Product] | None = None
         self._seen = 0
 
     def __reduce__(self) -> tuple[type[Keeper], tuple[()]]:
@@ -53,7 +54,7 @@ class Keeper:
 
     def ready(
         self, weight: Tensor, bias: Tensor, state: object, screen: Screen, tokens: int, home: Path | None
-    ) -> tuple[Quantised, Backend] | None:
+    ) -> tuple[Quantised, Product] | None:
         """What the screen needs, or None where the plain search is to be taken.
 
         Parameters
@@ -81,8 +82,10 @@ class Keeper:
         if backend is None:
             return None
         if self._held is None:
-            self._held = quantised_of(weight, bias, home, zero_for(backend))
-        return self._held, backend
+            held = quantised_of(weight, bias, home, zero_for(backend))
+            product = product_of(backend, held.levels, int(held.zero))
+            self._held = replace(held, levels=held.levels[:0].clone()), product  # which has them in its own form
+        return self._held
 
 
 def pays(weight: Tensor, tokens: int, seen: int, made: bool) -> bool:

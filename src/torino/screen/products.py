@@ -1,19 +1,15 @@
-"""Exact products of small whole numbers, encoder rows by tokens, by whatever a machine multiplies fastest.
+"""Exact products of small whole numbers, tokens by encoder rows, by whatever a machine multiplies fastest.
 
-A product takes ``weights`` of shape (c, D), uint8, in which ``zero`` stands for 0; ``tokens`` of shape (D, n), int8,
-from −127 to 127; and a place of shape (c, n), int32, that it may fill. It returns the whole numbers
-(weights − zero) · tokens.
-
-Weights have 8 bits, 128 for 0, where that is exact, and 7 bits, 64 for 0, elsewhere: processors without VNNI add pairs
-of products in 16 bits, which 2 · 127 · 127 fits into and 2 · 255 · 127 does not.
+Weights are ``levels`` of shape (C', D'), uint8, in which ``zero`` stands for 0; tokens have whole numbers from −127 to
+127. Weights have 8 bits, 128 for 0, where that is exact, and 7 bits, 64 for 0, elsewhere: processors without VNNI add
+pairs of products in 16 bits, which 2 · 255 · 63 fits into and 2 · 255 · 127 does not.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable
-from functools import lru_cache, partial
+from abc import ABC, abstractmethod
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -21,8 +17,9 @@ from torch import Tensor
 
 LARGEST = 127  # of a token
 ZEROS = (128, 64)  # of weights with 8 and with 7 bits
+LANE = 32  # latents that share a step, and one maximum in the search
+CHUNK = 4096  # latents a product; 9 MiB of whole numbers for an image
 
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 Backend = Literal["onnxruntime", "int_mm", "torch"]
 
 _said: set[str] = set()
@@ -43,25 +40,6 @@ def backend_for(device: torch.device) -> Backend | None:
     return "onnxruntime"
 
 
-def zero_for(backend: Backend) -> int:
-    """What stands for 0 among the weights: 128 where products of 8 bits are exact, else 64."""
-    if backend != "onnxruntime":
-        return ZEROS[0]
-    try:
-        _session(1, os.getpid(), ZEROS[0])
-    except ArithmeticError:
-        _session(1, os.getpid(), ZEROS[1])
-        return ZEROS[1]
-    return ZEROS[0]
-
-
-def product_by(backend: Backend, zero: int, threads: int = 1) -> Product:
-    """One of the products by its name; that of onnxruntime brings threads of its own, beyond the one that calls it."""
-    if backend == "onnxruntime":
-        return partial(by_onnxruntime, _session(threads, os.getpid(), zero))
-    return partial({"int_mm": by_int_mm, "torch": by_torch}[backend], zero)
-
-
 def _without(why: str) -> None:
     """Say once why concepts are found by the plain product."""
     if why not in _said:
@@ -69,61 +47,141 @@ def _without(why: str) -> None:
         warnings.warn(f"Concepts are found without the int8 screen, the same but slower: {why}.", stacklevel=2)
 
 
-# ---------------------------------------------------------------------- three products
+class Product(ABC):
+    """The product with some weights, which it may keep in a form of its own.
+
+    Parameters
+    ----------
+    levels : Tensor of shape (C', D'), uint8
+        C' is a multiple of 32.
+    zero : int
+        What stands for 0 among them.
+    chunk : int
+        How many of them are multiplied at once.
+    """
+
+    def __init__(self, levels: Tensor, zero: int, chunk: int = CHUNK) -> None:
+        self.rows, self.chunk = len(levels), chunk
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """Tokens of shape (n, D'), int8, in the form that :meth:`scores` wants."""
+        return tokens
+
+    @abstractmethod
+    def scores(self, tokens: Tensor, start: int, place: Tensor) -> Tensor:
+        """Whole numbers (levels − zero) · tokens of the chunk that begins at row ``start``.
+
+        ``place``, of shape (n, rows of the chunk), int32, may be filled. The answer has the shape (n, 32, lanes): row
+        32·j + i of the chunk is at [:, i, j].
+        """
 
 
-def by_torch(zero: int, weights: Tensor, tokens: Tensor, place: Tensor) -> Tensor:
-    """The product in floating point, which is exact for whole numbers this small; the yardstick of the others."""
-    kind = torch.float32 if weights.shape[1] * zero * LARGEST < 2**24 else torch.float64
-    return place.copy_((weights.to(kind) - zero) @ tokens.to(kind))
+class ByTorch(Product):
+    """In floating point, which is exact for whole numbers this small; the yardstick of the others."""
+
+    def __init__(self, levels: Tensor, zero: int, chunk: int = CHUNK) -> None:
+        super().__init__(levels, zero, chunk)
+        self._levels, self._zero = levels, zero
+        self._kind = torch.float32 if levels.shape[1] * zero * LARGEST < 2**24 else torch.float64
+
+    def scores(self, tokens: Tensor, start: int, place: Tensor) -> Tensor:
+        """Multiply a few lanes at a time, so that there is never much in floating point."""
+        end = start + place.shape[1]
+        pieces = self._levels[start:end].split(8 * LANE)
+        for levels, out in zip(pieces, place.split(8 * LANE, 1), strict=True):
+            out.copy_(tokens.to(self._kind) @ (levels.to(self._kind) - self._zero).T)
+        return place.unflatten(1, (-1, LANE)).transpose(1, 2)
 
 
-def by_int_mm(zero: int, weights: Tensor, tokens: Tensor, place: Tensor) -> Tensor:
-    """``torch._int_mm``, for CUDA: sizes must be multiples of 8, so tokens are filled up."""
-    n = tokens.shape[1]
-    tokens = torch.nn.functional.pad(tokens.T, (0, 0, 0, -n % 8)).contiguous().T  # by columns, as the library wants it
-    signed = (weights.short() - zero).char()
-    return torch._int_mm(signed, tokens)[:, :n]  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+class ByIntMM(Product):
+    """``torch._int_mm``, for CUDA."""
+
+    def __init__(self, levels: Tensor, zero: int, chunk: int = CHUNK) -> None:
+        super().__init__(levels, zero, chunk)
+        self._levels = (levels.short() - zero).char()
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """The library wants more than 16 rows."""
+        return torch.nn.functional.pad(tokens, (0, 0, 0, max(0, 24 - len(tokens)))).contiguous()
+
+    def scores(self, tokens: Tensor, start: int, place: Tensor) -> Tensor:
+        """Multiply by rows that stand as columns, as the library wants them."""
+        weights = self._levels[start : start + place.shape[1]].T
+        made = torch._int_mm(tokens, weights)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        return made[: len(place)].unflatten(1, (-1, LANE)).transpose(1, 2)
 
 
-def by_onnxruntime(session: Any, weights: Tensor, tokens: Tensor, place: Tensor) -> Tensor:
-    """``MatMulInteger`` of onnxruntime, on memory that is there: nothing is copied on the way in or out."""
-    import numpy as np
+class ByOnnxruntime(Product):
+    """``MatMulInteger`` of onnxruntime, one thread: callers bring their own.
 
-    binding = session.io_binding()
-    for name, value, kind in (("weights", weights, np.uint8), ("tokens", tokens, np.int8)):
-        binding.bind_input(name, "cpu", 0, kind, tuple(value.shape), value.data_ptr())
-    binding.bind_output("scores", "cpu", 0, np.int32, tuple(place.shape), place.data_ptr())
-    session.run_with_iobinding(binding)
-    return place
+    The weights are constants of a model for each chunk, so they are laid out for the processor once and not in every
+    product. Tokens and answers are used where they are.
+    """
+
+    def __init__(self, levels: Tensor, zero: int, chunk: int = CHUNK) -> None:
+        super().__init__(levels, zero, chunk)
+        # Slot by slot, so that the maximum over a lane is one over rows of neighbours.
+        parts = (part.view(-1, LANE, part.shape[1]).permute(2, 1, 0).flatten(1) for part in levels.split(chunk))
+        self._sessions = [_session((part.short() - zero).char()) for part in parts]
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """Tokens are the unsigned ones here, 128 for 0."""
+        return (tokens.short() + 128).byte().contiguous()
+
+    def scores(self, tokens: Tensor, start: int, place: Tensor) -> Tensor:
+        """Multiply on the memory that is there."""
+        import numpy as np
+
+        session = self._sessions[start // self.chunk]
+        binding = session.io_binding()
+        binding.bind_input("tokens", "cpu", 0, np.uint8, tuple(tokens.shape), tokens.data_ptr())
+        binding.bind_output("scores", "cpu", 0, np.int32, tuple(place.shape), place.data_ptr())
+        session.run_with_iobinding(binding)
+        return place.unflatten(1, (LANE, -1))
 
 
-@lru_cache(8)
-def _session(threads: int, process: int, zero: int) -> Any:
-    """A session with that many threads, once it has shown that it multiplies exactly; they do not outlive a fork."""
-    import onnxruntime
+_products: dict[Backend, type[Product]] = {"onnxruntime": ByOnnxruntime, "int_mm": ByIntMM, "torch": ByTorch}
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(_model(zero), options, providers=["CPUExecutionProvider"])
-    # the largest numbers, of one sign and of both, where sums in 16 bits would overflow; and numbers of all sizes
-    place = torch.arange(512)
-    signs = (place[:, None] // (1 + place[:40]) % 2) * 2 - 1
-    tokens = torch.cat([LARGEST * signs, torch.full((512, 4), LARGEST), (place % 255 - LARGEST)[:, None]], 1)
-    weights = zero + torch.cat([(zero - 1) * signs, torch.full((512, 55), zero - 1), (place % zero)[:, None]], 1).T
-    made = torch.empty(len(weights), tokens.shape[1], dtype=torch.int32)
-    by_onnxruntime(session, weights.byte().contiguous(), tokens.char(), made)
-    if not torch.equal(made.long(), (weights - zero) @ tokens):
-        raise ArithmeticError("its products of 8-bit numbers are not exact")
-    return session
+
+def product_of(backend: Backend, levels: Tensor, zero: int, chunk: int = CHUNK) -> Product:
+    """The product with some weights, by the name of who multiplies."""
+    return _products[backend](levels, zero, chunk)
+
+
+@lru_cache(3)
+def zero_for(backend: Backend) -> int:
+    """What stands for 0 among the weights: 128 where products of 8 bits are exact, else 64."""
+    if backend != "onnxruntime":
+        return ZEROS[0]
+    for zero in ZEROS:
+        # the largest numbers, of one sign and of both, where sums in 16 bits would overflow; and numbers of all sizes
+        place = torch.arange(512)
+        signs = (place[:, None] // (1 + place[:40]) % 2) * 2 - 1
+        tokens = torch.cat([LARGEST * signs, torch.full((512, 4), LARGEST), (place % 255 - LARGEST)[:, None]], 1).T
+        weights = torch.cat([(zero - 1) * signs, torch.full((512, 55), zero - 1), (place % zero)[:, None]], 1).T
+        product = product_of(backend, (weights + zero).byte(), zero)
+        made = torch.empty(len(tokens), len(weights), dtype=torch.int32)
+        made = product.scores(product.take(tokens.char()), 0, made).transpose(1, 2).flatten(1)
+        if torch.equal(made.long(), tokens @ weights.T):
+            return zero
+    raise ArithmeticError("its products of 8-bit numbers are not exact")
 
 
 # ---------------------------------------------------------------------- the model, one node of it
 
 
-def _model(zero: int) -> bytes:
+def _session(weights: Tensor) -> Any:
+    """A session that multiplies by weights of shape (D', c), int8."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(_model(weights), options, providers=["CPUExecutionProvider"])
+
+
+def _model(weights: Tensor) -> bytes:
     """A model of one ``MatMulInteger``, in the wire format of ONNX: saves the package that would write it."""
 
     def value(name: str, kind: int, *sizes: str) -> bytes:
@@ -131,14 +189,15 @@ def _model(zero: int) -> bytes:
         return _field(1, name) + _field(2, _field(1, _field(1, kind) + _field(2, shape)))
 
     uint8, int8, int32 = 2, 3, 6
-    names = b"".join(_field(1, name) for name in ("weights", "tokens", "zero"))
+    names = b"".join(_field(1, name) for name in ("tokens", "weights", "zero"))
+    sizes = b"".join(_field(1, size) for size in weights.shape)
     graph = (
         _field(1, names + _field(2, "scores") + _field(4, "MatMulInteger"))
         + _field(2, "screen")
-        + _field(5, _field(2, uint8) + _field(8, "zero") + _field(9, bytes([zero])))
-        + _field(11, value("weights", uint8, "c", "d"))
-        + _field(11, value("tokens", int8, "d", "n"))
-        + _field(12, value("scores", int32, "c", "n"))
+        + _field(5, _field(2, uint8) + _field(8, "zero") + _field(9, bytes([128])))
+        + _field(5, sizes + _field(2, int8) + _field(8, "weights") + _field(9, weights.numpy().tobytes()))
+        + _field(11, value("tokens", uint8, "n", "d"))
+        + _field(12, value("scores", int32, "n", "c"))
     )
     return _field(1, 8) + _field(7, graph) + _field(8, _field(2, 13))  # IR version, graph, operator set
 

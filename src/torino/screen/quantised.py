@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 
 from torino.errors import TorinoError
 from torino.files import read_arrays, write_arrays
+from torino.screen.products import LANE
 
 FORMAT = "torino-screen/1"
-LANE = 32  # latents that share a step, and one maximum in the search
 KIN = 16 * LANE  # latents of like size, which are then put in order of bias
 BLOCK, LEAST = 128, 64  # channels that are turned together, at most; widths are filled up to a multiple of the least
 KEEP_FROM = 1 << 22  # weights from which it takes long enough to be worth a file

@@ -23,13 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torino.screen.products import LARGEST, Backend, Product, product_by
-from torino.screen.quantised import LANE, Quantised
+from torino.screen.products import LANE, LARGEST, Product
+from torino.screen.quantised import Quantised
 from torino.strongest import SILENT, input_rounding, merge, pair_scores, strongest
 
 ROWS = 576  # tokens a tile, an image of 24 × 24; each thread has a tile of its own
-LEAST = 144  # tokens a tile below which threads share it instead
-CHUNK = 4096  # latents a product; 9 MiB of whole numbers for a tile
+LEAST = 64  # tokens a tile: each reads all of the weights
 TURNS = frozenset({1, 2, *(4**i for i in range(1, 16))})  # chunks after which likely pairs are multiplied
 PIECE = 1 << 12  # lanes that are looked into at once
 PATIENCE = 512  # survivors of a token, from which on the plain search is faster
@@ -62,7 +61,7 @@ class _Latents(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    levels: Tensor  # (D', n) int8
+    levels: Tensor  # (n, D') int8
     terms: Tensor  # (n, 3): ‖x'‖ and a·‖q‖, to be multiplied by norm and error; and the scale a
     margin: Tensor  # (n,): how far a score may be rounded
     slack: Tensor  # (n,): how far a float32 product may be off
@@ -77,7 +76,7 @@ def screened(
     k: int,
     floor: Tensor,
     held: Quantised,
-    backend: Backend,
+    product: Product,
     *,
     chunk: int | None = None,
     told: list[Told] | None = None,
@@ -89,9 +88,9 @@ def screened(
     x, weight, bias, k, floor, chunk
         As there. The floor is nowhere below 0.
     held : Quantised
-        ``weight`` in whole numbers.
-    backend : {"onnxruntime", "int_mm", "torch"}
-        Who multiplies whole numbers, see :mod:`torino.screen.products`.
+        ``weight`` in whole numbers; the levels themselves are not read.
+    product : Product
+        Multiplies by them, see :mod:`torino.screen.products`.
     told : list of Told, optional
         Takes one entry a tile.
     """
@@ -100,7 +99,6 @@ def screened(
     threads = torch.get_num_threads() if cpu else 1
     workers = max(1, min(threads, len(x) // LEAST))
     tiles = x.split(min(ROWS, -(-len(x) // workers)))
-    product = product_by(backend, int(held.zero), threads // workers)
     with _one_thread() if cpu else nullcontext():
         latents = _latents(bias, floor, held)
 
@@ -151,7 +149,7 @@ def _latents(bias: Tensor, floor: Tensor, held: Quantised) -> _Latents:
 def _tokens(x: Tensor, held: Quantised, largest_bias: float) -> _Tokens:
     """Make whole numbers of tokens, and say how far they are from them."""
     whole, terms = _levels(x, held)
-    levels, terms = whole.T.contiguous(), terms.double()
+    terms = terms.double()
     norm = terms[:, 3]
     size = norm * held.largest_norm + largest_bias  # no score is larger
     # The definition rounds to float32 at the end; what float64 rounds before and here is far less.
@@ -159,7 +157,7 @@ def _tokens(x: Tensor, held: Quantised, largest_bias: float) -> _Tokens:
     slack = (_rounding(x.shape[1]) + input_rounding(x)) * size
     slack += x.shape[1] * 2.0**-126 * (1 + norm + held.largest_norm)  # where denormal numbers count as nothing
     fine = terms.isfinite().all(1) & (size < 2.0**126)
-    return _Tokens(levels, torch.where(fine[:, None], terms[:, :3], 1.0), margin, slack, fine)
+    return _Tokens(whole, torch.where(fine[:, None], terms[:, :3], 1.0), margin, slack, fine)
 
 
 def _levels(x: Tensor, held: Quantised) -> tuple[Tensor, Tensor]:
@@ -221,13 +219,13 @@ class _Search:
 
     def run(self, product: Product) -> _Search:
         """Go through all latents, chunk by chunk; likely ones are multiplied now and then."""
-        n, rows = len(self.x), len(self.held.levels)
-        buffer = torch.empty(min(rows, CHUNK) * n, dtype=torch.int32, device=self.x.device)
-        for turn, start in enumerate(range(0, rows, CHUNK), start=1):
-            stop = min(start + CHUNK, rows)
-            place = buffer[: (stop - start) * n].view(stop - start, n)
-            scores = product(self.held.levels[start:stop], self.tokens.levels, place).view(-1, LANE, n)
-            self._collect(scores, slice(start // LANE, stop // LANE))
+        n, rows = len(self.x), product.rows
+        buffer = torch.empty(n * min(rows, product.chunk), dtype=torch.int32, device=self.x.device)
+        tokens = product.take(self.tokens.levels)
+        for turn, start in enumerate(range(0, rows, product.chunk), start=1):
+            stop = min(start + product.chunk, rows)
+            place = buffer[: n * (stop - start)].view(n, stop - start)
+            self._collect(product.scores(tokens, start, place), slice(start // LANE, stop // LANE))
             if turn in TURNS and stop < rows:
                 self._settle()
                 if bool(self.lost.all()):
@@ -241,21 +239,21 @@ class _Search:
         return self
 
     def _collect(self, scores: Tensor, here: slice) -> None:
-        """Take up pairs of a token and a latent in ``scores``, (lanes, LANE, n), that reach the bar."""
+        """Take up pairs of a token and a latent in ``scores``, (n, LANE, lanes), that reach the bar."""
         peak = scores.amax(1)
         leading = self._lead(scores, peak) if here.start == 0 else None
         # what a whole number must exceed, with what holds for all of its lane
-        need = self.latents.lanes[here] @ self.limits
+        need = self.limits @ self.latents.lanes[here].T
         if self.latents.above is not None:
-            need = torch.maximum(need, self.latents.above[here] @ self._limits(-self.tokens.margin))
+            need = torch.maximum(need, self._limits(-self.tokens.margin) @ self.latents.above[here].T)
         need = need.floor_().clamp_(-MOST, MOST).int()
         hits, crowded = _where(peak > need), False
-        for lane, token in zip(*(part.split(PIECE) for part in hits), strict=True):
+        for token, lane in zip(*(part.split(PIECE) for part in hits), strict=True):
             if crowded:
                 left = ~self.lost[token]
                 lane, token = lane[left], token[left]
-            levels = scores[lane, :, token]
-            pair, slot = _where(levels > need[lane, token][:, None])
+            levels = scores[token, :, lane]
+            pair, slot = _where(levels > need[token, lane][:, None])
             # and once more, each for itself
             token, row = token[pair], (lane[pair] + here.start) * LANE + slot
             offset, norm, error, step = self.latents.rows[row].unbind(1)
@@ -280,20 +278,20 @@ class _Search:
             self._raise()
 
     def _limits(self, least: Tensor) -> Tensor:
-        """Factors (4, n) that, with those of lanes, say which whole number stands for a score of at least ``least``."""
+        """Factors (n, 4) that, with those of lanes, say which whole number stands for a score of at least ``least``."""
         ones = torch.ones_like(least)
         missing, length, scale = self.tokens.terms.unbind(1)
-        return torch.stack([least.clamp(max=1e200), -ones, -missing, -length]) / scale
+        return torch.stack([least.clamp(max=1e200), -ones, -missing, -length], 1) / scale[:, None]
 
     def _lead(self, scores: Tensor, peak: Tensor) -> Tensor:
         """Multiply the best latents of the best lanes of the first chunk, to have a bar; and return them, (n, k)."""
         first = self.latents.lanes if self.latents.above is None else self.latents.above  # what is silent is no help
-        step = self.held.step[: len(peak), None]
-        reach = (peak * self.tokens.terms[:, 2] + first[: len(peak), 1:2]) * step
-        lane = reach.T.topk(min(self.k, len(peak)), dim=1).indices  # (n, lanes)
+        lanes = peak.shape[1]
+        reach = (peak * self.tokens.terms[:, 2:] + first[:lanes, 1]) * self.held.step[:lanes]
+        lane = reach.topk(min(self.k, lanes), dim=1).indices  # (n, lanes)
         token = torch.arange(len(self.x), device=self.x.device).repeat_interleave(lane.shape[1])
         slot = torch.cat(
-            [scores[at, :, i].argmax(1) for at, i in zip(lane.view(-1).split(PIECE), token.split(PIECE), strict=True)]
+            [scores[i, :, at].argmax(1) for at, i in zip(lane.view(-1).split(PIECE), token.split(PIECE), strict=True)]
         )
         leading = self.held.order[lane.view(-1) * LANE + slot]
         able = (leading != SILENT) & ~self.lost[token]
