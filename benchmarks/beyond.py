@@ -1,0 +1,80 @@
+"""What ``torino-x`` costs beside ``torino-m``, tokens to reduced tokens, plain and with the int8 screen.
+
+python benchmarks/beyond.py                                        # prints the table
+python benchmarks/beyond.py --tokens rows/*.npy --write docs/beyond.md
+python benchmarks/beyond.py --quick                                # small sizes, a few seconds
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+from core import Batch, lifted, real_photos
+from report import machine, parser, ratio, table, time_side_by_side, write_section
+
+from torino import make
+
+BUDGETS = (217, 192, 129, 128, 64, 47)
+WANTED = 1.2
+
+
+def whole(batch: Batch, spec: str, screen: str) -> Callable[[], object]:
+    """Tokens to reduced tokens by one method."""
+    reducer, patches = make(spec, sae=batch.sae), [image.patches for image in batch.images]
+
+    def run() -> object:
+        batch.sae.screen = screen  # type: ignore[assignment]
+        return reducer.plan_batch(batch.images).apply(patches)
+
+    return run
+
+
+def measure(batch: Batch, budgets: tuple[int, ...], rounds: int) -> list[list[str]]:
+    """Both methods at every budget, in turn."""
+    rows: list[list[str]] = []
+    for budget in budgets:
+        specs = {"m": f"torino-m(k=3, delta=3, budget={budget})", "x": f"torino-x(budget={budget})"}
+        tasks = {(name, how): whole(batch, spec, how) for how in ("off", "int8") for name, spec in specs.items()}
+        seconds = time_side_by_side({" ".join(key): task for key, task in tasks.items()}, rounds)
+        row = [batch.name.rsplit(", ", 1)[-1], str(budget)]
+        for how in ("off", "int8"):
+            row += [f"{statistics.median(seconds[f'{name} {how}']) * 1e3:.1f}" for name in ("m", "x")]
+            row += [f"{ratio(seconds[f'x {how}'], seconds[f'm {how}']):.3f}"]
+        rows.append(row)
+        print(*row, sep=" · ", flush=True)
+    return rows
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    arguments.add_argument("--tokens", nargs="*", type=Path, default=[], help="real tokens, (photos, N, D) numpy files")
+    given = arguments.parse_args()
+    d, c, many, budgets, rounds = (
+        (512, 2048, 2, (64,), 2) if given.quick else (1024, 65536, 8, BUDGETS, int(given.rounds))
+    )
+    photos = real_photos(given.tokens)
+    batch = lifted(photos, d, c, given.seed)
+    rows = [*measure(batch.first(1), budgets, rounds), *measure(batch.first(many), budgets[-2:], rounds)]
+    source = f"{len(photos)} photos of the files given" if given.tokens else "the four bundled photos"
+    headings = ["", "tokens", "`torino-m` ms", "`torino-x` ms", "ratio", "with int8: ms", "ms", "ratio"]
+    worst = [max(float(row[column]) for row in rows) for column in (4, 7)]
+    verdict = [
+        [f"{name}: at most {WANTED} × `torino-m`", f"{value:.3f} at worst", "met" if value <= WANTED else "**not met**"]
+        for name, value in zip(("plain", "with the int8 screen"), worst, strict=True)
+    ]
+    parts = [
+        f"Measured by `benchmarks/beyond.py`, seed {given.seed}, median of {rounds} rounds in turn; {batch.name}, "
+        f"tokens of {source}. {machine()}.",
+        table(["Wanted", "Got", ""], verdict),
+        table(headings, rows),
+    ]
+    print(*parts, sep="\n\n")
+    if given.write:
+        write_section(given.write, "cost", "\n\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()
