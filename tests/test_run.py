@@ -246,6 +246,14 @@ def test_batches_are_of_one_tier_and_even(vlm: tuple[Any, Any]) -> None:
 # ---------------------------------------------------------------------- runs
 
 
+def test_dynamic_torino_alone(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
+    plan = replace(PLAN, methods=("torino-p", "torino-m"), fixed=(), matched=False)
+    run = go(tmp_path / "run", [task(tmp_path, "one")], vlm, sae, plan)
+    assert set(run.settings) == {"full"} | {f"torino-{x}({t})[s]" for x in "pm" for t in ("2,2", "1,1")}
+    assert not any(one.budget for one in run.settings.values())
+    assert set(run.scores()["one"]) == set(run.settings)
+
+
 def test_the_protocol(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
     tasks = [task(tmp_path, "one"), task(tmp_path, "two", images=2)]
     told: list[tuple[str, int, int]] = []

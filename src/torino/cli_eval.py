@@ -53,6 +53,9 @@ def evaluate(
     tiers: Annotated[
         str, typer.Option(help="Fixed budgets, separated by commas; 'no' leaves them out.")
     ] = "192,128,64",
+    matched: Annotated[
+        bool, typer.Option(help="Whether all methods also get the mean lengths of dynamic TORINO, or it is run alone.")
+    ] = True,
     seeds: Annotated[int, typer.Option(help="Runs of methods that draw at random.", min=1)] = 3,
     limit: Annotated[int | None, typer.Option(help="Questions of each task, drawn at random.", min=1)] = None,
     prompts: Annotated[str, typer.Option(help="standard, vlmevalkit or llava.")] = "standard",
@@ -123,6 +126,7 @@ def evaluate(
         dynamic=split_pairs(dynamic) if any(one.startswith("torino-") for one in names) else (),
         fixed=read_budgets("--tiers", tiers),
         seeds=seeds,
+        matched=matched,
     )
     plan.first(list(saes))  # what cannot be planned is said before a large model is opened
     with warnings.catch_warnings():
@@ -149,7 +153,14 @@ def evaluate(
                 on_error=cast(Literal["skip", "stop"], on_error),
                 asking=asking,
                 keep=keep,
-                arguments={"methods": methods, "dynamic": dynamic, "tiers": tiers, "seeds": seeds, "sae": sae},
+                arguments={
+                    "methods": methods,
+                    "dynamic": dynamic,
+                    "tiers": tiers,
+                    "matched": matched,
+                    "seeds": seeds,
+                    "sae": sae,
+                },
                 progress=progress,
             )
     _tell_failures(finished)

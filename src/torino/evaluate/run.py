@@ -54,6 +54,8 @@ class Plan:
         Budgets of the other tiers.
     seeds : int
         How often methods that draw at random are run.
+    matched : bool
+        Whether methods get the mean lengths of dynamic TORINO, or it is run alone.
     """
 
     methods: Sequence[str]
@@ -61,6 +63,7 @@ class Plan:
     dynamic: Sequence[tuple[int, int]] = settings_.PAIRS
     fixed: Sequence[int] = settings_.FIXED
     seeds: int = 3
+    matched: bool = True
 
     def first(self, saes: Sequence[str]) -> list[Setting]:
         """What can run at once: all tokens, dynamic TORINO, the fixed tiers, and what the user wrote out."""
@@ -187,7 +190,7 @@ def evaluate(
     _begin(folder, facts)
     worker = _Worker(folder, model, processor, tasks, saes, facts, part, parts, on_error, asking, keep, progress)
     worker.phase("first answers", first)
-    if plan.dynamic:
+    if plan.dynamic and plan.matched:
         later = folder / SETTINGS
         waiting = 0 if later.is_file() else worker.missing(first)
         if waiting:
@@ -251,7 +254,7 @@ class _Worker:
                 padding=self.facts["padding"],
                 positions=self.facts["positions"],
                 batch=int(self.facts["batch"]),
-                tiers={setting.id: setting.tier for setting in settings},
+                tiers={setting.id: setting.tier.partition(" ")[0] for setting in settings},  # of all SAEs together
                 on_error=self.on_error,
                 asking=self.asking,
             )
