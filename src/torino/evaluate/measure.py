@@ -19,7 +19,7 @@ from torino.evaluate.benchmarks import benchmark_of
 from torino.evaluate.judging import Grader
 from torino.evaluate.results import SETTINGS, Run, open_run
 from torino.evaluate.scoring import Score, Tally
-from torino.evaluate.settings import NO_SAE, Setting
+from torino.evaluate.settings import NO_SAE, PAIRED, Setting
 from torino.evaluate.statistics import (
     DRAWS,
     LEVEL,
@@ -153,7 +153,7 @@ def group_answers(run: Run) -> dict[tuple[str, str], list[dict[str, Any]]]:
 def display(setting: Setting, several: bool = False) -> str:
     """Name of a setting in tables, as the paper writes it: TORINO_FB-M has a budget, TORINO-M none."""
     label = setting.label.removesuffix("_FB")
-    if setting.method.startswith("torino-") and setting.budget is not None:
+    if setting.method in PAIRED and setting.budget is not None:
         label = label.replace("TORINO-", "TORINO_FB-")
     if setting.sae is not None and several:
         label += " (no SAE)" if setting.sae == NO_SAE else f" ({setting.sae})"
