@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import copy
 import csv
 import sys
 from collections.abc import Iterator
@@ -20,15 +21,21 @@ from pathlib import Path
 import torch
 
 from torino import SAE, make
+from torino.concepts import Remembering
 from torino.evaluate.samples import REFERENCE
 from torino.images import open_image
 from torino.lab.shipped import lab_sae
 from torino.lab.tower import lab_tower
 
 ROOT = Path(__file__).resolve().parents[1]
+BUDGETS = (192, 128, 64)
+# by rising k, so that every k is searched for itself and not cut from a longer answer that is remembered
 SPECS = [
-    *(f"torino-{form}(k={k}, delta={k})" for form in "pm" for k in (1, 2, 3)),
-    *(f"torino-{form}(k=2, delta=2, budget={budget})" for form in "pm" for budget in (192, 128, 64)),
+    *(f"torino-{form}(k=1, delta=1)" for form in "pm"),
+    *(f"torino-{form}(k=2, delta=2)" for form in "pm"),
+    *(f"torino-{form}(k=2, delta=2, budget={budget})" for form in "pm" for budget in BUDGETS),
+    *(f"torino-{form}(k=3, delta=3)" for form in "pm"),
+    *(f"torino-x(budget={budget})" for budget in BUDGETS),
 ]
 LIKE = ("sources", "weights", "offsets", "anchor", "concept", "assigned", "score")
 csv.field_size_limit(1 << 30)
@@ -53,18 +60,17 @@ def main() -> None:
     args = parser.parse_args()
     sae = lab_sae() if args.sae is None else SAE.load(args.sae)
     tower = lab_tower(sae.card.block if sae.card.block is not None else 7)
-    reducers = [make(spec, sae=sae) for spec in SPECS]
+    plain, fast = copy.deepcopy(sae), copy.deepcopy(sae)
+    plain.screen, fast.screen = "off", "int8"
+    encoders = Remembering(plain), Remembering(fast)
+    reducers = [[make(spec, sae=encoder) for encoder in encoders] for spec in SPECS]
     count = different = 0
     for data in pictures(args.data):
         if args.limit is not None and count == args.limit:
             break
         tokens = tower.look([open_image(data)])
-        for reducer in reducers:
-            plans = []
-            for how in ("off", "int8"):
-                sae.screen = how
-                plans.append(reducer.plan_batch(tokens)[0])
-            one, other = plans
+        for both in reducers:
+            one, other = (reducer.plan_batch(tokens)[0] for reducer in both)
             different += not all(torch.equal(getattr(one, name), getattr(other, name)) for name in LIKE)
         count += 1
         print(f"\r{count} pictures, {different} plans differ ", end="", file=sys.stderr, flush=True)
