@@ -24,6 +24,7 @@ from test_ask import _build
 from torino import SAE, BadFile, BadParameter, RawEmbedding, TorinoError, make
 from torino.ask import ask, open_vlm
 from torino.evaluate.engine import Asked, Engine
+from torino.evaluate.measure import measure
 from torino.evaluate.records import Records, read_records
 from torino.evaluate.results import open_run
 from torino.evaluate.run import Plan, _added, evaluate, mean_length
@@ -252,6 +253,12 @@ def test_dynamic_torino_alone(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) ->
     assert set(run.settings) == {"full"} | {f"torino-{x}({t})[s]" for x in "pm" for t in ("2,2", "1,1")}
     assert not any(one.budget for one in run.settings.values())
     assert set(run.scores()["one"]) == set(run.settings)
+    told = measure(run, draws=100)["progress"]
+    assert told == {"answers": 40, "of": 40, "whole": True, "waits_for_budgets": False}
+    run = go(tmp_path / "run", [task(tmp_path, "one")], vlm, sae, replace(plan, matched=True))
+    assert len([one for one in run.settings.values() if one.budget]) == 4
+    with pytest.raises(BadParameter, match="random has no tier to run in"):
+        replace(plan, methods=("torino-p", "random")).first(["s"])
 
 
 def test_the_protocol(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:

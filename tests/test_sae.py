@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from typing import Any
@@ -576,5 +577,9 @@ def test_an_encoder_that_remembers_says_the_same(kind: str, exact: bool, monkeyp
     x.add_(1)
     encoder.top(x, 1)
     assert calls[4:] == [1, 1]
+    assert encoder.saved > 0
+    with pytest.raises(BadParameter, match="k must be between 1"):
+        encoder.top(x, 0)
+    assert torch.equal(copy.deepcopy(encoder).top(x, 1).indices, encoder.top(x, 1).indices)
     with pytest.raises(SAEMismatch):
         encoder.check_origin(Origin(), D + 1)

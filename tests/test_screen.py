@@ -295,7 +295,7 @@ def test_threads_change_nothing_and_are_given_back(monkeypatch: pytest.MonkeyPat
     want = strongest(x, w, b, 4, ZERO)
     before = torch.get_num_threads()
     try:
-        for threads, least in ((2, 144), (2, 10), (3, 20), (4, 1)):  # tokens shared by threads, or one tile for all
+        for threads, least in ((2, 144), (2, 10), (3, 20), (4, 1)):  # all tokens in one thread, or shared
             torch.set_num_threads(threads)
             monkeypatch.setattr(search, "LEAST", least)
             same_bits(by_screen(x, w, b, 4, ZERO, "onnxruntime"), want)
@@ -414,7 +414,8 @@ def test_an_sae_that_was_used_can_be_copied() -> None:
     sae, x = make_sae("relu"), normal(20, 4)
     want = sae.top(x, 3, screen="int8")
     same(copy.deepcopy(sae).top(x, 3, screen="int8"), want)
-    assert isinstance(pickle.loads(pickle.dumps(sae._keeper)), room.Keeper)
+    sae.top(x, 3, screen="off")
+    same(pickle.loads(pickle.dumps(sae)).top(x, 3, screen="int8"), want)
 
 
 def test_a_screen_of_another_name_is_refused() -> None:

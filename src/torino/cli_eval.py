@@ -54,7 +54,7 @@ def evaluate(
         str, typer.Option(help="Fixed budgets, separated by commas; 'no' leaves them out.")
     ] = "192,128,64",
     matched: Annotated[
-        bool, typer.Option(help="Whether all methods also get the mean lengths of dynamic TORINO, or it is run alone.")
+        bool, typer.Option(help="Whether all methods get the mean lengths of dynamic TORINO too, or it is alone there.")
     ] = True,
     seeds: Annotated[int, typer.Option(help="Runs of methods that draw at random.", min=1)] = 3,
     limit: Annotated[int | None, typer.Option(help="Questions of each task, drawn at random.", min=1)] = None,

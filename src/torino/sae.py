@@ -143,6 +143,10 @@ class SAE(nn.Module):
         self.home: Path | None = None
         self._keeper = Keeper()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is worth keeping: a note about these very weights means nothing for a copy of them."""
+        return {**self.__dict__, "_norm": None}
+
     def _read_threshold(self, threshold: float | Tensor | None) -> Tensor | None:
         if self.kind in ("relu", "topk"):
             return None

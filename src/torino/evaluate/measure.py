@@ -325,7 +325,8 @@ class _Marks:
 def _progress(run: Run, answers: Answers) -> dict[str, Any]:
     """How far the run has come."""
     there = sum(len({str(row["index"]) for row in rows}) for rows in answers.values())
-    waits = any(one.reference for one in run.settings.values()) and not (run.folder / SETTINGS).is_file()
+    waits = any(one.reference for one in run.settings.values()) and run.facts.get("matched", True)
+    waits = waits and not (run.folder / SETTINGS).is_file()
     wanted = sum(int(task["samples"]) for task in run.facts["tasks"]) * len(run.settings)
     return {"answers": there, "of": wanted, "whole": there >= wanted and not waits, "waits_for_budgets": waits}
 

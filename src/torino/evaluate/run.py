@@ -20,7 +20,7 @@ from torino.concepts import Remembering
 from torino.errors import BadParameter, TorinoError
 from torino.evaluate import settings as settings_
 from torino.evaluate.cells import Keeper, place_of
-from torino.evaluate.engine import Asked, Engine, OnError
+from torino.evaluate.engine import BATCHING, Asked, Engine, OnError
 from torino.evaluate.records import Records, read_records
 from torino.evaluate.results import ANSWERS, FORMAT, PROBLEMS, RUN, SETTINGS, Run, open_run
 from torino.evaluate.samples import Sample
@@ -55,7 +55,7 @@ class Plan:
     seeds : int
         How often methods that draw at random are run.
     matched : bool
-        Whether methods get the mean lengths of dynamic TORINO, or it is run alone.
+        Whether methods get the mean lengths of dynamic TORINO too, or it is alone in its tiers.
     """
 
     methods: Sequence[str]
@@ -71,6 +71,12 @@ class Plan:
             raise BadParameter(
                 "The dynamic tiers take their budgets from TORINO, and neither torino-p nor torino-m is among the "
                 "methods. Add one, or run the fixed tiers alone."
+            )
+        idle = [name for name in self.methods if name not in settings_.PAIRED]
+        if idle and self.dynamic and not self.matched and not self.fixed:
+            raise BadParameter(
+                f"{idle[0]} has no tier to run in: TORINO is to be alone in the dynamic ones, and there are no fixed "
+                "ones. Leave it out, or give fixed tiers."
             )
         found = [FULL, *settings_.dynamic_settings(self.methods, saes, self.dynamic)]
         found += settings_.fixed_settings(self.methods, self.fixed, saes, self.seeds)
@@ -171,7 +177,9 @@ def evaluate(
         "padding": padding,
         "positions": positions,
         "batch": batch,
+        "batching": BATCHING,
         "limit": limit,
+        "matched": plan.matched,
         "versions": _versions(),
         "hardware": _hardware(),
         "saes": {label: _about(sae) for label, sae in saes.items()},
@@ -361,7 +369,7 @@ def _begin(folder: Path, facts: dict[str, Any]) -> None:
         write_json(file, facts)
         return
     held = read_json(file)
-    for name in ("format", "model", "family", "padding", "positions", "batch", "limit", "saes"):
+    for name in ("format", "model", "family", "padding", "positions", "batch", "batching", "limit", "saes"):
         if held.get(name) != facts[name]:
             raise BadParameter(
                 f"The run in {folder} was begun with {name} {held.get(name)!r}, and now it is {facts[name]!r}. "
@@ -375,7 +383,8 @@ def _begin(folder: Path, facts: dict[str, Any]) -> None:
             "the same again to go on, or another folder for another run."
         )
     added = _added(folder, held["settings"], facts["settings"])
-    if added:
+    if added or (facts["matched"] and not held.get("matched", True)):
+        held["matched"] = facts["matched"] or held.get("matched", True)
         held["settings"] = [*held["settings"], *added]
         held.setdefault("added", []).append({name: facts[name] for name in ("created", "torino", "arguments")})
         write_json(file, held)

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from torino.screen.products import Backend, Product, backend_for, product_of, zero_for
 from torino.screen.quantised import Quantised, quantise, quantised_of
-from torino.screen.search import Told, screened
+from torino.screen.search import LEAST, Told, screened
 
 __all__ = [
     "Backend",
@@ -36,6 +37,7 @@ Screen = Literal["auto", "int8", "off"]
 
 PAYS_FROM = 1 << 23  # encoder weights below which the plain product is as fast
 PAYS_TOKENS = 16  # tokens at once below which it is
+PAYS_THREADS = 2  # threads of the plain product that one of the screen's, which has LEAST tokens or more, makes up for
 MAKES_AFTER = 4096  # tokens after which the whole numbers have paid for their making
 
 
@@ -82,7 +84,7 @@ class Keeper:
         if backend is None:
             return None
         if self._held is None:
-            held = quantised_of(weight, bias, home, zero_for(backend))
+            held = quantised_of(weight, bias, home, zero_for(backend, weight.device))
             product = product_of(backend, held.levels, int(held.zero))
             self._held = replace(held, levels=held.levels[:0].clone()), product  # which has them in its own form
         return self._held
@@ -90,6 +92,9 @@ class Keeper:
 
 def pays(weight: Tensor, tokens: int, seen: int, made: bool) -> bool:
     """Tell whether the screen is faster: ``tokens`` this time, ``seen`` in all, ``made`` already."""
-    if weight.numel() < PAYS_FROM or tokens < PAYS_TOKENS or weight.device.type not in ("cpu", "cuda"):
+    device = weight.device.type
+    if weight.numel() < PAYS_FROM or tokens < PAYS_TOKENS or device not in ("cpu", "cuda"):
+        return False
+    if device == "cpu" and torch.get_num_threads() > PAYS_THREADS * max(1, tokens // LEAST):
         return False
     return made or seen >= MAKES_AFTER

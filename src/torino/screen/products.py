@@ -7,8 +7,10 @@ pairs of products in 16 bits, which 2 · 255 · 63 fits into and 2 · 255 · 127
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 LARGEST = 127  # of a token
 ZEROS = (128, 64)  # of weights with 8 and with 7 bits
+CPU = torch.device("cpu")
 LANE = 32  # latents that share a step, and one maximum in the search
 CHUNK = 4096  # latents a product; 9 MiB of whole numbers for an image
 
@@ -27,17 +30,16 @@ _said: set[str] = set()
 
 def backend_for(device: torch.device) -> Backend | None:
     """The fast product of a device; None, and one line that says why, where it has none."""
-    if device.type == "cuda":
-        return "int_mm"
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         return _without(f"there is no exact product of 8-bit numbers for {device.type} here")
+    backend: Backend = "onnxruntime" if device.type == "cpu" else "int_mm"
     try:
-        zero_for("onnxruntime")
+        zero_for(backend, device)
     except ImportError:
         return _without("onnxruntime is not installed: pip install torino[fast]")
-    except Exception as error:  # whatever onnxruntime raises where its library does not fit the machine
-        return _without(f"onnxruntime does not work here ({type(error).__name__}: {error})")
-    return "onnxruntime"
+    except Exception as error:  # whatever a library raises that does not fit the machine
+        return _without(f"{backend} does not work here ({type(error).__name__}: {error})")
+    return backend
 
 
 def _without(why: str) -> None:
@@ -98,7 +100,7 @@ class ByIntMM(Product):
 
     def __init__(self, levels: Tensor, zero: int, chunk: int = CHUNK) -> None:
         super().__init__(levels, zero, chunk)
-        self._levels = (levels.short() - zero).char()
+        self._levels = (levels - zero).view(torch.int8)  # bytes wrap around
 
     def take(self, tokens: Tensor) -> Tensor:
         """The library wants more than 16 rows."""
@@ -122,11 +124,12 @@ class ByOnnxruntime(Product):
         super().__init__(levels, zero, chunk)
         # Slot by slot, so that the maximum over a lane is one over rows of neighbours.
         parts = (part.view(-1, LANE, part.shape[1]).permute(2, 1, 0).flatten(1) for part in levels.split(chunk))
-        self._sessions = [_session((part.short() - zero).char()) for part in parts]
+        self._sessions = [_session((part - zero).view(torch.int8)) for part in parts]  # bytes wrap around
+        _give_back()
 
     def take(self, tokens: Tensor) -> Tensor:
         """Tokens are the unsigned ones here, 128 for 0."""
-        return (tokens.short() + 128).byte().contiguous()
+        return (tokens.contiguous().view(torch.uint8) + 128).contiguous()  # bytes wrap around
 
     def scores(self, tokens: Tensor, start: int, place: Tensor) -> Tensor:
         """Multiply on the memory that is there."""
@@ -148,21 +151,19 @@ def product_of(backend: Backend, levels: Tensor, zero: int, chunk: int = CHUNK) 
     return _products[backend](levels, zero, chunk)
 
 
-@lru_cache(3)
-def zero_for(backend: Backend) -> int:
+@lru_cache(8)
+def zero_for(backend: Backend, device: torch.device = CPU) -> int:
     """What stands for 0 among the weights: 128 where products of 8 bits are exact, else 64."""
-    if backend != "onnxruntime":
-        return ZEROS[0]
     for zero in ZEROS:
         # the largest numbers, of one sign and of both, where sums in 16 bits would overflow; and numbers of all sizes
         place = torch.arange(512)
         signs = (place[:, None] // (1 + place[:40]) % 2) * 2 - 1
         tokens = torch.cat([LARGEST * signs, torch.full((512, 4), LARGEST), (place % 255 - LARGEST)[:, None]], 1).T
         weights = torch.cat([(zero - 1) * signs, torch.full((512, 55), zero - 1), (place % zero)[:, None]], 1).T
-        product = product_of(backend, (weights + zero).byte(), zero)
-        made = torch.empty(len(tokens), len(weights), dtype=torch.int32)
-        made = product.scores(product.take(tokens.char()), 0, made).transpose(1, 2).flatten(1)
-        if torch.equal(made.long(), tokens @ weights.T):
+        product = product_of(backend, (weights + zero).byte().to(device), zero)
+        made = torch.empty(len(tokens), len(weights), dtype=torch.int32, device=device)
+        made = product.scores(product.take(tokens.char().to(device)), 0, made).transpose(1, 2).flatten(1)
+        if torch.equal(made.long().cpu(), tokens @ weights.T):
             return zero
     raise ArithmeticError("its products of 8-bit numbers are not exact")
 
@@ -178,7 +179,15 @@ def _session(weights: Tensor) -> Any:
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(_model(weights), options, providers=["CPUExecutionProvider"])
+    session: Any = onnxruntime.InferenceSession(_model(weights), options, providers=["CPUExecutionProvider"])
+    session._model_bytes = None  # kept to make the session anew after a failure, and as large as the weights
+    return session
+
+
+def _give_back() -> None:
+    """Return memory to the system: what lay between the weights in the making is two to three times their size."""
+    with suppress(OSError, AttributeError):  # glibc has it; elsewhere it is not needed, or not to be had
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _model(weights: Tensor) -> bytes:
@@ -190,16 +199,20 @@ def _model(weights: Tensor) -> bytes:
 
     uint8, int8, int32 = 2, 3, 6
     names = b"".join(_field(1, name) for name in ("tokens", "weights", "zero"))
-    sizes = b"".join(_field(1, size) for size in weights.shape)
-    graph = (
+    content = weights.contiguous().view(-1).numpy().data
+    tensor = b"".join(_field(1, size) for size in weights.shape) + _field(2, int8) + _field(8, "weights")
+    tensor += _head(9, len(content))
+    rest = (
         _field(1, names + _field(2, "scores") + _field(4, "MatMulInteger"))
         + _field(2, "screen")
         + _field(5, _field(2, uint8) + _field(8, "zero") + _field(9, bytes([128])))
-        + _field(5, sizes + _field(2, int8) + _field(8, "weights") + _field(9, weights.numpy().tobytes()))
         + _field(11, value("tokens", uint8, "n", "d"))
         + _field(12, value("scores", int32, "n", "c"))
     )
-    return _field(1, 8) + _field(7, graph) + _field(8, _field(2, 13))  # IR version, graph, operator set
+    tensor = _head(5, len(tensor) + len(content)) + tensor
+    graph = _head(7, len(rest) + len(tensor) + len(content))
+    # IR version, graph and operator set; the weights, which are large, are copied once
+    return b"".join([_field(1, 8), graph, rest, tensor, content, _field(8, _field(2, 13))])
 
 
 def _field(number: int, value: int | str | bytes) -> bytes:
@@ -207,7 +220,12 @@ def _field(number: int, value: int | str | bytes) -> bytes:
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     data = value.encode() if isinstance(value, str) else value
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
+    return _head(number, len(data)) + data
+
+
+def _head(number: int, length: int) -> bytes:
+    """What stands before bytes of that length."""
+    return _varint(number << 3 | 2) + _varint(length)
 
 
 def _varint(value: int) -> bytes:
