@@ -10,7 +10,7 @@ import numpy as np
 
 from torino.errors import BadFile, BadParameter
 from torino.evaluate.measure import Document
-from torino.evaluate.settings import NO_SAE
+from torino.evaluate.settings import NO_SAE, PAIRED
 from torino.evaluate.tables import pair_of
 from torino.files import read_json
 from torino.plots.points import Point
@@ -19,6 +19,7 @@ from torino.plots.style import BLUE, GREEN, GRID, INK, ORANGE, OWN, PAGE, SOFT, 
 BENCH = "torino-bench/1"
 LINES: dict[str, Any] = {"torino-p": "-", "torino-m": (0, (3, 1.4)), "torino-x": (0, (1, 1))}
 VARIANTS = {"torino-p": "o", "torino-m": "s", "torino-x": "D"}
+CROWD = 8  # lines beyond which bands would hide each other
 PRINTED = "figures printed in the paper"
 NOT_WHOLE = "preliminary: not all answers are there"
 
@@ -132,7 +133,11 @@ def pareto(points: Sequence[Point]) -> Any:
 
 
 def accuracy(points: Sequence[Point], level: float = 0.95) -> Any:
-    """Relative score against tokens, one line a method, with bands of the confidence intervals."""
+    """Relative score against tokens, one line a method, with bands of the confidence intervals.
+
+    Where there are many methods only those of TORINO that have a line of their own kind get a band, or none could be
+    told from another.
+    """
     if not points:
         raise BadParameter("There is no relative score to draw.")
     several = len({one.sae for one in points if one.sae}) > 1
@@ -152,8 +157,9 @@ def accuracy(points: Sequence[Point], level: float = 0.95) -> Any:
             axes.plot(x, y, label=named, markersize=3.8, markeredgewidth=0.9, **drawn)
             if all(one.low is not None for one in line):
                 low, high = [one.low for one in line], [one.high for one in line]
-                strong = method.startswith("torino-") and not fixed
-                axes.fill_between(x, low, high, color=drawn["color"], alpha=0.2 if strong else 0.07, linewidth=0)
+                strong = method.startswith("torino-") and (not fixed or method not in PAIRED)
+                if strong or len(keys) <= CROWD:
+                    axes.fill_between(x, low, high, color=drawn["color"], alpha=0.15 if strong else 0.07, linewidth=0)
         axes.axhline(100, color=INK, linewidth=0.7, linestyle=(0, (1, 1.5)))
         axes.annotate("all tokens", (1, 100), (-2, 2), xycoords=("axes fraction", "data"), textcoords="offset points",
                       ha="right", color=SOFT, fontsize=7.5)  # fmt: skip
@@ -302,7 +308,7 @@ def _token_scale(axes: Any, counts: Sequence[float]) -> None:
     axes.set_xscale("log")
     chosen: list[float] = []
     for count in sorted({round(one) for one in counts}):
-        if not chosen or count / chosen[-1] > 1.09:
+        if not chosen or count / chosen[-1] > 1.15:
             chosen.append(count)
     axes.set_xticks(chosen, [f"{one:.0f}" for one in chosen])
     axes.set_xticks([], minor=True)

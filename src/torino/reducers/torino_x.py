@@ -243,9 +243,14 @@ def cover(overlap: Floats, weight: Floats, most: int, least: float) -> tuple[Int
         picked[step], gains[step] = best, max(top, 0.0)
         mine = overlap[best]
         better = np.flatnonzero(mine > held)
-        columns = overlap[better]  # symmetric, so rows: only these patches are covered better than before
-        lost = np.maximum(columns - held[better, None], 0) - np.maximum(columns - mine[better, None], 0)
-        gain -= (lost * weight[better, None]).sum(0, dtype=np.float64)
+        # Only these patches are covered better than before (symmetric, so rows), and what others no longer add to them
+        # lies between what they had and what they have.
+        lost, low = overlap[better], held[better, None]
+        np.maximum(lost, low, out=lost)
+        np.minimum(lost, mine[better, None], out=lost)
+        lost -= low
+        lost *= weight[better, None]
+        gain -= lost.sum(0, dtype=np.float64)
         held[better] = mine[better]
         gain[best] = -np.inf
     return picked, np.minimum.accumulate(gains)
