@@ -10,6 +10,7 @@ Examples
 
     python scripts/make_lab_benchmarks.py --photos dev.parquet
     python scripts/blind_lab.py --data build/lab/benchmarks
+    python scripts/blind_lab.py --data build/lab/benchmarks --run build/lab/run --shard 1/2  # 2/2, then without it
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from PIL import Image
 
 from torino.ask import open_vlm
 from torino.evaluate.benchmarks import LAB_BENCHMARKS
+from torino.evaluate.results import open_run
 from torino.evaluate.run import Plan, evaluate
 from torino.evaluate.samples import REFERENCE
 from torino.evaluate.tasks import Task, open_task
@@ -88,11 +90,16 @@ def main() -> None:
     add("--model", type=Path, help="folder of the model; by default the lab's")
     add("--work", type=Path, default=ROOT / "build/lab/blind", help="folder for the altered files and the runs")
     add("--limit", type=int, help="questions of each task")
+    add("--run", type=Path, help="run of torino eval over the same files, whose answers with all tokens are taken")
+    add("--shard", default="1/1", help="i/n: do the i-th of n parts of the work; then once more without it")
     add("--threads", type=int, default=2, help="CPU cores (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
+    known = None if args.run is None else open_run(args.run)
     names = [name for name in LAB_BENCHMARKS if (args.data / f"{name}.tsv").is_file()]
+    names = names if known is None else [name for name in names if name in known.tasks]
+    part, parts = (int(one) for one in args.shard.split("/"))
     folders = {"its picture": args.data, "grey": args.work / "grey", "another's": args.work / "moved"}
     for folder, swap in ((folders["grey"], grey), (folders["another's"], moved)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,6 +111,12 @@ def main() -> None:
     for how, folder in folders.items():
         tasks = [open_task(name, folder) for name in names]
         tasks = tasks if args.limit is None else [task.take(args.limit, seed=0) for task in tasks]
+        if how == "its picture" and known is not None:
+            for task in tasks:
+                given = {sample.index for sample in task}
+                rows = [row for row in known.rows(task.name, "full") if row["index"] in given]
+                scores[task.name] = {how: task.score(rows).value, "one answer": best_guess(task)}
+            continue
         run = evaluate(
             args.work / f"run-{'own' if how == 'its picture' else folder.name}",
             model=model,
@@ -112,6 +125,7 @@ def main() -> None:
             plan=Plan([], dynamic=(), fixed=()),
             saes={},
             limit=args.limit,
+            shard=(part - 1, parts),
             lengths=dict.fromkeys(names, 24),
             progress=lambda _, done, of, how=how: print(f"\r{how}: {done}/{of} ", end="", file=sys.stderr, flush=True),
         )
@@ -120,6 +134,8 @@ def main() -> None:
             scores[task.name][how] = task.score(run.rows(task.name, "full")).value
             if how == "its picture":
                 scores[task.name]["one answer"] = best_guess(task)
+    if parts > 1:
+        return
     order = [*folders, "one answer"]
     print(f"| task | {' | '.join(order)} |\n| --- |{' ---: |' * len(order)}")
     for name in names:

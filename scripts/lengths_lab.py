@@ -66,7 +66,8 @@ def main() -> None:
             f"{mean:.0f} ({low:.0f}–{high:.0f})"
             for mean, low, high in zip(values.mean(0), *np.quantile(values, (0.1, 0.9), axis=0), strict=True)
         ]
-        print(f"\r| {kind} | " + " | ".join(cells) + " |")
+        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+        print(f"| {kind} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":
