@@ -1,8 +1,9 @@
 """What the lab's model gets right by looking: its scores beside those without the picture, and of one answer for all.
 
 Each benchmark is asked three times with all tokens: about its own pictures, about a grey one, and about the picture of
-another question. The fourth column is the score of the one answer that pays best, without a model. A task whose first
-column does not clearly lead measures nothing, and has no place in a table.
+another question. The fourth column is the score of the one answer that pays best, without a model; the last one the
+share of questions answered rightly about their own pictures. A task whose first column does not clearly lead measures
+nothing, and has no place in a table.
 
 Examples
 --------
@@ -22,9 +23,10 @@ import io
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -41,6 +43,7 @@ from torino.lab.model import lab_folder
 from torino.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
+RIGHT = "its picture, right"
 GREY = (124, 116, 104)  # the mean colour of the tower's training pictures
 csv.field_size_limit(1 << 30)
 
@@ -83,6 +86,12 @@ def best_guess(task: Task) -> float:
     return max(task.score(one).value for one in rows)
 
 
+def right(task: Task, rows: Iterable[Mapping[str, Any]]) -> float:
+    """The share of questions answered rightly: F1 of yes is high where all is yes, and this is not."""
+    values = list(task.score(list(rows)).per_sample.values())
+    return 100 * sum(values) / len(values) if values else float("nan")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -115,7 +124,11 @@ def main() -> None:
             for task in tasks:
                 given = {sample.index for sample in task}
                 rows = [row for row in known.rows(task.name, "full") if row["index"] in given]
-                scores[task.name] = {how: task.score(rows).value, "one answer": best_guess(task)}
+                scores[task.name] = {
+                    how: task.score(rows).value,
+                    "one answer": best_guess(task),
+                    RIGHT: right(task, rows),
+                }
             continue
         run = evaluate(
             args.work / f"run-{'own' if how == 'its picture' else folder.name}",
@@ -134,9 +147,10 @@ def main() -> None:
             scores[task.name][how] = task.score(run.rows(task.name, "full")).value
             if how == "its picture":
                 scores[task.name]["one answer"] = best_guess(task)
+                scores[task.name][RIGHT] = right(task, run.rows(task.name, "full"))
     if parts > 1:
         return
-    order = [*folders, "one answer"]
+    order = [*folders, "one answer", RIGHT]
     print(f"| task | {' | '.join(order)} |\n| --- |{' ---: |' * len(order)}")
     for name in names:
         print(f"| {name} | {' | '.join(f'{scores[name][how]:.1f}' for how in order)} |")
