@@ -10,10 +10,8 @@ Examples
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -21,6 +19,7 @@ from PIL import Image
 
 from torino import make
 from torino.concepts import Remembering
+from torino.images import open_image
 from torino.lab.collages import lay
 from torino.lab.corpus import read_photos
 from torino.lab.pictures import shapes
@@ -46,7 +45,7 @@ def main() -> None:
 
     def collage(grid: tuple[int, int]) -> Image.Image:
         some = rng.sample(photos, grid[0] * grid[1])
-        opened = [Image.open(io.BytesIO(one) if isinstance(one, bytes) else Path(one)).convert("RGB") for one in some]
+        opened = [open_image(one) for one in some]
         return lay(opened, *grid, rng)
 
     kinds: dict[str, Callable[[], Image.Image]] = {"shapes on plain ground": lambda: shapes(rng)[0]}
