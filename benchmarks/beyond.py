@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from core import Batch, lifted, real_photos
+from batches import Batch, lifted, real_photos
 from report import machine, parser, ratio, table, time_side_by_side, write_section
 
 from torino import make

@@ -110,7 +110,8 @@ def _reader(folder: Path) -> Path:
 def test_a_reader_becomes_a_stock_model(tmp_path: Path) -> None:
     folder = lab_folder(_reader(tmp_path / "reader"))
     assert lab_folder(tmp_path / "reader") == folder  # made once
-    model, processor = open_vlm(folder)
+    model, processor = open_vlm(tmp_path / "reader")  # as it is, or put together
+    assert open_vlm(folder)[0].config.to_dict() == model.config.to_dict()
     assert type(model).__name__ == "LlavaForConditionalGeneration"
     assert model.config.vision_feature_layer == 8
     photo = example_folder() / "photos" / "coffee.jpg"

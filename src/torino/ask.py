@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from torino.errors import BadFile, BadParameter, TorinoError
 from torino.images import Padding, Picture, as_seen, mean_colour, open_image, prepare
-from torino.lab.model import lab_folder
+from torino.lab.model import READER, lab_folder
 from torino.reducers import Passage, Reducer
 from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import VisualTokens
@@ -128,7 +129,8 @@ def open_vlm(
     ----------
     name_or_path, device, dtype
         As for :func:`torino.vlm.towers.open_tower`. ``"lab"`` is the small model that comes with torino, see
-        :func:`torino.lab.model.lab_folder`; write ``./lab`` for a folder of that name.
+        :func:`torino.lab.model.lab_folder`; write ``./lab`` for a folder of that name. A folder that
+        ``scripts/train_lab.py`` wrote is put together in the same way.
 
     Returns
     -------
@@ -141,7 +143,7 @@ def open_vlm(
         If the hub does not give it, if something is missing in it, or if torino does not serve its family.
     """
     library, place = transformers(), device_of(device)
-    name = local_name(lab_folder() if name_or_path == "lab" else name_or_path)
+    name = local_name(_put_together(name_or_path))
     config = fetch(library.AutoConfig.from_pretrained, name, "config.json")
     if config.model_type not in families():
         host_of(cast(nn.Module, SimpleNamespace(config=config)))  # says so, before gigabytes are fetched
@@ -164,6 +166,13 @@ def open_vlm(
             f"{sorted(told['missing_keys'])[0]}. The checkpoint is incomplete: fetch it anew."
         )
     return model.to(place).eval(), processor
+
+
+def _put_together(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Where the model is: of the lab only what was trained is kept, and the tower is added on first use."""
+    if name == "lab":
+        return lab_folder()
+    return lab_folder(Path(name)) if (Path(name) / READER).is_file() else name
 
 
 def ask(

@@ -21,7 +21,8 @@ ROWS = 1024  # tokens a tile; keeps the score buffer small however many images a
 COLUMNS = 3072  # latents a chunk
 DEPTH = 32  # latents that share a lane in the first, cheap maximum
 SPARE = 4  # candidates beyond k: with gaps between this many scores the proof hardly ever fails
-WORKSPACE = 1 << 18  # float64 elements the exact scores may hold at once (2 MiB)
+WORKSPACE = 1 << 18  # float64 elements that may be held at once (2 MiB)
+PAIRS = 1 << 16  # and of pairs, which then stay in the cache: two thirds of the time of four times as many
 SILENT = -1  # the index of a slot that holds no active latent
 
 
@@ -248,7 +249,7 @@ def _candidate_scores(
 def pair_scores(x: Tensor, weight: Tensor, bias: Tensor, token: Tensor, latent: Tensor) -> Tensor:
     """The defining scores of pairs (token, latent): a float64 sum in an order that depends on D alone."""
     scores = x.new_empty(len(token))
-    step = max(1, WORKSPACE // max(1, x.shape[1]))
+    step = max(1, PAIRS // max(1, x.shape[1]))
     product, factor = (x.new_empty(min(step, len(token)), x.shape[1], dtype=torch.float64) for _ in range(2))
     for start in range(0, len(token), step):
         t, j = token[start : start + step], latent[start : start + step]

@@ -15,6 +15,7 @@ from torino.errors import BadFile, TorinoError
 from torino.files import read_json, read_safetensors
 from torino.lab.tower import DEVIATION, GRID, MEAN, SIDE, cache_folder, lab_tower
 
+READER = "reader.safetensors"
 SHIPPED = Path(__file__).resolve().parents[1] / "data" / "lab"
 CHAT = (
     "{% for message in messages %}{{ message['role'].upper() }}: "
@@ -34,7 +35,7 @@ def lab_folder(shipped: Path = SHIPPED) -> Path:
         Folder with ``reader.safetensors`` (projector and language model), ``reader.json`` (their sizes) and
         ``tokenizer.json``; by default what ships with torino.
     """
-    reader = shipped / "reader.safetensors"
+    reader = shipped / READER
     if not reader.is_file():
         raise BadFile(f"There is no {reader}. The lab's model is made by scripts/train_lab.py.")
     # another reader, another folder: what is kept never goes stale
@@ -89,7 +90,7 @@ def _write(folder: Path, shipped: Path) -> None:
         tie_word_embeddings=True,
     )
     model = LlavaForConditionalGeneration(config)
-    given, _ = read_safetensors(shipped / "reader.safetensors")
+    given, _ = read_safetensors(shipped / READER)
     state = {f"model.{name}": value.float() for name, value in given.items()}
     state |= {f"model.vision_tower.{name}": value for name, value in tower.state_dict().items()}
     state["lm_head.weight"] = state["model.language_model.embed_tokens.weight"]
