@@ -11,6 +11,7 @@ Examples
 
     torino eval --model lab --sae lab --data build/lab/benchmarks --tasks Lab-GQA,... -o build/lab/run
     python scripts/diagnose_lab.py build/lab/run --output build/lab/diagnosis.json
+    python scripts/diagnose_lab.py build/lab/run --method torino-x
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
 from torino.evaluate.benchmarks import LAB_BENCHMARKS
 from torino.evaluate.results import Run, open_run
 from torino.evaluate.samples import Sample
+from torino.evaluate.scoring import Score
 from torino.files import write_json
 from torino.images import open_image
 from torino.lab.shipped import lab_sae
@@ -48,26 +51,27 @@ FEATURES = {
 }
 
 
-def rights(run: Run) -> dict[str, dict[tuple[str, str], bool]]:
+def rights(scores: Mapping[str, Mapping[str, Score]]) -> dict[str, dict[tuple[str, str], bool]]:
     """Of every setting: whether each sample, (task, index), was answered."""
     found: dict[str, dict[tuple[str, str], bool]] = {}
-    for task, settings in run.scores().items():
+    for task, settings in scores.items():
         for setting, score in settings.items():
             mine = found.setdefault(setting, {})
             mine.update({(task, index): value >= RIGHT for index, value in score.per_sample.items()})
     return found
 
 
-def best_rival(run: Run, tier: str) -> tuple[str, str]:
-    """Ids of TORINO-M and of the other method with the best mean relative score in a tier."""
-    scores = run.scores()
+def best_rival(run: Run, scores: Mapping[str, Mapping[str, Score]], method: str, tier: str) -> tuple[str, str]:
+    """Ids of our method and of the other one with the best mean relative score in a tier."""
     full = {task: settings["full"].value for task, settings in scores.items()}
     relative = {
         one.id: np.mean([scores[task][one.id].value / full[task] for task in scores])
         for one in run.settings.values()
         if one.tier == tier and not one.dynamic and all(one.id in scores[task] for task in scores)
     }
-    ours = next(one for one in relative if one.startswith("torino-m"))
+    ours = next((one for one in relative if one.split("@")[0] == method), None)
+    if ours is None:
+        raise SystemExit(f"The run has no complete answers of {method} with {tier} tokens.")
     rivals = {name: value for name, value in relative.items() if not name.startswith(("torino-", "full"))}
     return ours, max(rivals, key=lambda name: rivals[name])
 
@@ -128,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder that torino eval has written")
     parser.add_argument("--tiers", nargs="+", default=["192", "128", "64"])
+    parser.add_argument("--method", default="torino-m", help="ours; groups are looked at for torino-m only")
     parser.add_argument("--sae", type=Path, help="of the run (default: the one that ships)")
     parser.add_argument("--output", type=Path, help="JSON to write")
     args = parser.parse_args()
@@ -137,11 +142,12 @@ def main() -> None:
     sae = lab_sae() if args.sae is None else SAE.load(args.sae)
     tower = lab_tower(sae.card.block if sae.card.block is not None else 7)
     samples = {(name, one.index): one for name, task in run.open_tasks().items() for one in task}
-    right = rights(run)
+    scores = run.scores()
+    right = rights(scores)
     seen: dict[str, VisualTokens] = {}
     told: dict[str, Any] = {}
     for tier in args.tiers:
-        ours, rival = best_rival(run, tier)
+        ours, rival = best_rival(run, scores, args.method, tier)
         both = {key: (right[ours][key], right[rival][key]) for key in samples if key in right[ours]}
         count = Counter(both.values())
         print(
@@ -153,8 +159,16 @@ def main() -> None:
             by_kind.setdefault(f"{key[0]} {samples[key].meta.get('category', '')}", Counter())[what] += 1
         for kind, each in sorted(by_kind.items(), key=lambda item: item[1][True, False] - item[1][False, True]):
             print(f"  {kind:24s} lost {each[False, True]:3d}  won {each[True, False]:3d}  of {each.total()}")
+        told[tier] = {
+            "ours": ours,
+            "rival": rival,
+            "counts": {"kept": count[True, True], "lost": count[False, True], "won": count[True, False]},
+            "kinds": {kind: [each[False, True], each[True, False], each.total()] for kind, each in by_kind.items()},
+        }
+        if args.method != "torino-m":
+            continue
         rows: list[tuple[str, bool, dict[str, float]]] = []
-        wanted = [key for key, (mine, other) in both.items() if other]
+        wanted = [key for key, (_, other) in both.items() if other]
         known: dict[str, dict[str, float]] = {}
         for number, key in enumerate(wanted):
             place = _tokens_of(samples[key], seen, tower)
@@ -169,13 +183,7 @@ def main() -> None:
                 f"  {FEATURES[name]:48s} lost {one['lost']:8.3f}  kept {one['kept']:8.3f}  difference "
                 f"[{one['low']:+.3f}, {one['high']:+.3f}]"
             )
-        told[tier] = {
-            "ours": ours,
-            "rival": rival,
-            "counts": {"kept": count[True, True], "lost": count[False, True], "won": count[True, False]},
-            "kinds": {kind: [each[False, True], each[True, False], each.total()] for kind, each in by_kind.items()},
-            "features": table,
-        }
+        told[tier]["features"] = table
     if args.output:
         write_json(args.output, told)
 
