@@ -439,7 +439,7 @@ def test_the_lab_is_asked_by_default(
     with pytest.raises(BadFile, match="where the lab's own one belongs"):
         command(photo_file, QUESTION)
     shutil.copytree(home / "sae", tmp_path / "sae")
-    monkeypatch.setattr(torino.ask, "lab_folder", lambda: home / "llava")
+    monkeypatch.setattr(torino.ask, "lab_folder", lambda _: home / "llava")
     command(photo_file, QUESTION, k=1, delta=1, max_new_tokens=3, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["model"], told["reducer"]) == ("lab", "torino-m(k=1, delta=1)")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from torino.errors import BadFile, BadParameter, TorinoError
 from torino.images import Padding, Picture, as_seen, mean_colour, open_image, prepare
-from torino.lab.model import READER, lab_folder
+from torino.lab.model import lab_folder, lab_source
 from torino.reducers import Passage, Reducer
 from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import VisualTokens
@@ -143,7 +142,8 @@ def open_vlm(
         If the hub does not give it, if something is missing in it, or if torino does not serve its family.
     """
     library, place = transformers(), device_of(device)
-    name = local_name(_put_together(name_or_path))
+    trained = lab_source(name_or_path)
+    name = local_name(name_or_path if trained is None else lab_folder(trained))
     config = fetch(library.AutoConfig.from_pretrained, name, "config.json")
     if config.model_type not in families():
         host_of(cast(nn.Module, SimpleNamespace(config=config)))  # says so, before gigabytes are fetched
@@ -168,11 +168,10 @@ def open_vlm(
     return model.to(place).eval(), processor
 
 
-def _put_together(name: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Where the model is: of the lab only what was trained is kept, and the tower is added on first use."""
-    if name == "lab":
-        return lab_folder()
-    return lab_folder(Path(name)) if (Path(name) / READER).is_file() else name
+def check_vlm(name_or_path: str | os.PathLike[str]) -> None:
+    """Say at once what :func:`open_vlm` would say of the name alone."""
+    if lab_source(name_or_path) is None:
+        local_name(name_or_path)
 
 
 def ask(

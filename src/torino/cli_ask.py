@@ -97,11 +97,12 @@ def ask(
     if draw is not None:
         picture_file("--draw", draw)
     with errors.status("Starting …"), _notes():
+        from torino.ask import check_vlm
         from torino.images import prepare
-        from torino.vlm.towers import device_of, local_name
+        from torino.vlm.towers import device_of
 
         if model != LAB:
-            local_name(model)
+            check_vlm(model)
         elif sae is None and method != "none" and reads_concepts(method):
             sae = LAB
         picture = one_picture(image)

@@ -232,14 +232,14 @@ def _on_model(
     device: str,
     options: dict[str, Any],
 ) -> None:
-    from torino.vlm.towers import local_name, transformers
+    from torino.ask import check_vlm, open_vlm
+    from torino.vlm.towers import transformers
 
-    local_name(model)
+    check_vlm(model)
     pictures, source = _pictures(images, made.plan)
     library = transformers()
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
-    from torino.ask import open_vlm
     from torino.vlm import open_clip_text
 
     with errors.status(f"Opening {escape(model)} …"):

@@ -74,13 +74,14 @@ def compare(
         raise BadParameter(f"--padding must be crop or square, got {padding!r}.")
     picture_file("--output", output)
     with errors.status("Starting …") as told:
+        from torino.ask import check_vlm
         from torino.images import prepare
-        from torino.vlm.towers import device_of, local_name
+        from torino.vlm.towers import device_of
 
         if model == LAB:
             sae = sae or LAB
         else:
-            local_name(model)
+            check_vlm(model)
         picture = one_picture(image)
         prepare(picture, padding)  # type: ignore[arg-type]: checked above
         settings, notes = _settings(methods, budget, sae)

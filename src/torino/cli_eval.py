@@ -90,12 +90,13 @@ def evaluate(
     part = share_of_work(shard)
     if output.exists() and not output.is_dir():
         raise BadFile(f"--output {output} is a file. Give a folder for the run, new or begun earlier.")
+    from torino.ask import check_vlm, open_vlm
     from torino.evaluate.settings import default_methods, read_budgets
     from torino.evaluate.tasks import open_task
     from torino.reducers import get
-    from torino.vlm.towers import local_name, transformers
+    from torino.vlm.towers import transformers
 
-    local_name(model)
+    check_vlm(model)
     words = split_words(methods)
     names = [word for word in words if "(" not in word]
     if "all" in names:
@@ -114,7 +115,6 @@ def evaluate(
     library = transformers()
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
-    from torino.ask import open_vlm
     from torino.evaluate.run import Plan
     from torino.evaluate.run import evaluate as run
     from torino.vlm import open_clip_text

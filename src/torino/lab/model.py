@@ -7,6 +7,7 @@ folder like any other checkpoint, which plain transformers opens.
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,14 @@ CHAT = (
     "{% if message['role'] == 'assistant' %}</s>{% else %} {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
+
+
+def lab_source(name: str | os.PathLike[str]) -> Path | None:
+    """Where what was trained is, if the name stands for the lab's model or for a folder of ``scripts/train_lab.py``."""
+    if name == "lab":
+        return SHIPPED
+    path = Path(name).expanduser()
+    return path if (path / READER).is_file() else None
 
 
 def lab_folder(shipped: Path = SHIPPED) -> Path:
