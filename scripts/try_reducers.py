@@ -130,6 +130,7 @@ def main() -> None:
     add("specs", nargs="+", help="reducers; with --budgets those without a budget of their own get each of them")
     add("--work", type=Path, required=True, help="folder of scripts/train_lab.py, with dev features of its stage check")
     add("--sae", type=Path, default=ROOT / "src/torino/data/lab/sae", help="of those that read concepts; or 'raw'")
+    add("--levels", type=int, help="take only the first nested groups of a Matryoshka SAE, the coarse concepts")
     add("--budgets", default="", help="separated by commas")
     add("--against", help="spec that the others are compared with, budget by budget; by default the first")
     add("--positions", choices=POSITIONS, default="own", help="how what is left is numbered (default: %(default)s)")
@@ -141,7 +142,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     bench = Bench(args.work, args.pictures, args.width, args.layers)
-    sae = RawEmbedding() if str(args.sae) == "raw" else SAE.load(args.sae)
+    sae = RawEmbedding() if str(args.sae) == "raw" else SAE.load(args.sae, levels=args.levels)
+    named = args.sae.name + (f", {args.levels} levels" if args.levels else "")
     held: dict[str, Any] = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
     table = Table(bench)
     budgets = [int(one) for one in args.budgets.split(",") if one] or [None]
@@ -152,7 +154,7 @@ def main() -> None:
             reducer = None if spec == "full" else _made(spec, sae, budget)
             label = "full" if reducer is None else reducer.spec
             placed = place(args.positions, reducer)
-            key = f"{label} @ {bench.step}, {args.pictures} pictures, {args.sae.name}, {placed}"
+            key = f"{label} @ {bench.step}, {args.pictures} pictures, {named}, {placed}"
             if key not in held:
                 try:
                     plans = None if reducer is None else reducer.plan_batch(bench.images)

@@ -99,7 +99,7 @@ def test_a_product_that_saturates_is_not_trusted(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setitem(products._products, "onnxruntime", Saturating)
     monkeypatch.setattr(products, "_said", set())
-    zero_for.cache_clear()
+    products._tried.cache_clear()
     try:
         if zero is None:
             with pytest.warns(UserWarning, match="not exact"):
@@ -108,7 +108,7 @@ def test_a_product_that_saturates_is_not_trusted(monkeypatch: pytest.MonkeyPatch
             assert products.backend_for(torch.device("cpu")) == "onnxruntime"
             assert zero_for("onnxruntime") == zero
     finally:
-        zero_for.cache_clear()
+        products._tried.cache_clear()
 
 
 @pytest.mark.parametrize("zero", [64, 128])
@@ -219,12 +219,16 @@ def drawn(seed: int, like: str) -> tuple[Tensor, Tensor, Tensor]:
     st.sampled_from(["random", "tied", "clustered", "outliers", "adversarial"]),
     st.integers(1, 32),
     st.booleans(),
+    st.sampled_from(["torch", "int_mm"] if MISSING else ["torch", "int_mm", "onnxruntime"]),
 )
-def test_any_input_against_the_definition(seed: int, like: str, k: int, own_floors: bool) -> None:
+def test_any_input_against_the_definition(seed: int, like: str, k: int, own_floors: bool, backend: str) -> None:
     x, w, b = drawn(seed, like)
     floor = normal(len(w), seed=seed + 9).clamp(min=0) if own_floors else ZERO
-    got = by_screen(x, w, b, k, floor)
+    got = by_screen(x, w, b, k, floor, backend)
     same_bits(got, strongest(x, w, b, k, floor))
+    if like == "tied":  # halves and whole numbers: float64 and float32 are exact, so ties are ties
+        floor = (floor * 2).round() / 2
+        agree(by_screen(x, w, b, k, floor, backend), definition(x, w, b, k, floor))
     # against float64, where the order of summation cannot decide: scores that are no near-ties in float32
     scores = (x.double() @ w.double().T + b.double()).masked_fill(~((x.double() @ w.double().T + b) > floor), -math.inf)
     most, best = scores.topk(min(k + 1, len(w)))
@@ -278,6 +282,12 @@ def test_batch_tiles_and_chunks_change_nothing(name: str, monkeypatch: pytest.Mo
     same_bits(by_screen(x.T.contiguous().T, w, b, 3), want)
 
 
+@pytest.mark.parametrize("width", [64, 192, 384])
+def test_tokens_by_column_are_taken(width: int) -> None:
+    x, w = normal(width, 9).T, normal(137, width, seed=1)
+    same_bits(by_screen(x, w, torch.zeros(137), 3), strongest(x, w, torch.zeros(137), 3, ZERO))
+
+
 def test_few_survivors_allowed_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, b = normal(30, 40), normal(2000, 40, seed=1), torch.zeros(2000)
     want = strongest(x, w, b, 4, ZERO)
@@ -317,6 +327,46 @@ def test_a_lower_matmul_precision_changes_nothing(precision: str) -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def test_threads_born_later_keep_their_own() -> None:
+    """In a process of its own: searches from several threads at once, then a new thread."""
+    code = """
+import threading, torch
+from torino.screen import product_of, quantise, screened
+torch.set_num_threads(2)
+x, w = torch.randn(300, 8), torch.randn(900, 8)
+held = quantise(w, torch.zeros(900), 64)
+product = product_of("torch", held.levels, 64)
+def search():
+    for _ in range(5):
+        screened(x, w, torch.zeros(900), 3, torch.tensor(0.0), held, product)
+threads = [threading.Thread(target=search) for _ in range(3)]
+for one in threads: one.start()
+for one in threads: one.join()
+seen = []
+late = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+late.start(); late.join()
+assert seen == [2] and torch.get_num_threads() == 2, seen
+import os
+child = os.fork()
+if not child:
+    search()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_widths_whose_sums_leave_32_bits_are_searched_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "backend_for", lambda device: "torch")
+    assert 127**2 * (room.WIDEST + 63) < 2**31 <= 127**2 * (room.WIDEST + 200)
+    w = torch.zeros(37, room.WIDEST + 1)
+    w[torch.arange(37), torch.arange(37)] = 1.0
+    told: list[Told] = []
+    assert SAE(w).top(w[:3], 1, screen="int8", told=told).indices[:, 0].tolist() == [0, 1, 2]
+    assert not told
+
+
 class LargestDense(Largest):
     """Leaves out sparse tensors, which say the size that they would have if they were dense."""
 
@@ -340,6 +390,37 @@ def test_no_tensor_comes_near_the_matrix_of_activations(floors: int) -> None:
     assert seen.bytes <= w.nbytes, f"{seen.by} returned {seen.bytes / 2**20:.0f} MiB"
     rows = torch.tensor([0, 1, 574, 575])
     assert torch.equal(indices[rows], definition(x[rows], w, torch.zeros(c), 4, floor)[0])
+
+
+def waves(n: int, c: int) -> tuple[Tensor, Tensor]:
+    """Tokens that thousands of equal latents suit, which come after as many that are larger and suit none."""
+    spike = torch.zeros(64)
+    spike[0] = 1.0
+    like = torch.nn.functional.normalize(torch.ones(64), dim=0)
+    w = torch.cat([(2 * like).expand(c // 4, 64), spike.expand(c - c // 4, 64)]).contiguous()
+    x = -spike.expand(n, 64).clone()
+    x[: n // 4] = 3 * spike - 2 * like
+    return x, w
+
+
+def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = waves(64, 20_000)
+    most = 0
+    collect = search._Search._collect
+
+    def watched(self: Any, *rest: Any) -> None:
+        nonlocal most
+        collect(self, *rest)
+        most = max(most, sum(len(part[0]) for part in [*self.open, *self.near]))
+
+    monkeypatch.setattr(search._Search, "_collect", watched)
+    want = strongest(x, w, torch.zeros(len(w)), 3, ZERO)
+    same_bits(by_screen(x, w, torch.zeros(len(w)), 3), want)
+    for room_ in (1 << 10, 64):
+        most = 0
+        monkeypatch.setattr(search, "ROOM", room_)
+        same_bits(by_screen(x, w, torch.zeros(len(w)), 3, chunk=512), want)
+        assert most <= room_ + 64 * search.PATIENCE
 
 
 # ---------------------------------------------------------------------- SAE.top
@@ -404,6 +485,13 @@ def test_changed_weights_are_made_into_whole_numbers_again() -> None:
     sae.W_enc = normal(*sae.W_enc.shape, seed=5)
     same(sae.top(x, 3, screen="int8"), sae.top(x, 3, screen="off"))
     sae.W_enc.data[0] = 7.0
+    same(sae.top(x, 3, screen="int8"), sae.top(x, 3, screen="off"))
+    sae.W_enc.data.neg_()  # which no version tells of
+    same(sae.top(x, 3, screen="int8"), sae.top(x, 3, screen="off"))
+    sae.W_enc.data = sae.W_enc.data.flip(1).clone()
+    same(sae.top(x, 3, screen="int8"), sae.top(x, 3, screen="off"))
+    with torch.inference_mode():
+        sae.W_enc.neg_()
     same(sae.top(x, 3, screen="int8"), sae.top(x, 3, screen="off"))
     sae.b_enc.add_(1.0)
     same(sae.top(x, 3, screen="int8"), sae.top(x, 3, screen="off"))
@@ -525,8 +613,7 @@ def count_makings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_whole_numbers_are_made_once_and_read_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, x = count_makings(monkeypatch), normal(20, 4) * 3
     want = SAE.load(kept).top(x, 3, screen="int8")
-    file = kept / ".screen8-24x4.safetensors"
-    assert file.is_file()
+    (file,) = kept.glob(".screen8-24x4-*.safetensors")
     for _ in range(2):
         same(SAE.load(kept).top(x, 3, screen="int8"), want)
     assert made == [24]
@@ -545,8 +632,9 @@ def test_levels_of_an_sae_have_files_of_their_own(kept: Path) -> None:
 
 
 def test_files_that_are_damaged_or_of_other_weights_are_made_anew(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, file = normal(20, 4) * 3, kept / ".screen8-24x4.safetensors"
+    x = normal(20, 4) * 3
     SAE.load(kept).top(x, 3, screen="int8")
+    (file,) = kept.glob(".screen8-*")
     good, numbers = file.read_bytes(), {name: value.clone() for name, value in read_arrays(file)[0].items()}
     made = count_makings(monkeypatch)
     flipped = bytearray(good)
@@ -557,11 +645,49 @@ def test_files_that_are_damaged_or_of_other_weights_are_made_anew(kept: Path, mo
         same(sae.top(x, 3, screen="int8"), sae.top(x, 3, screen="off"))
         assert len(made) == n
         assert all(torch.equal(value, numbers[name]) for name, value in read_arrays(file)[0].items())
-    make_sae("relu", seed=5).save(kept)  # the file of the SAE that was here before
+    (kept / "sae.safetensors").write_bytes(_other(kept.parent / "other"))  # the file of the SAE that was here before
+    (kept / "card.json").write_bytes((kept.parent / "other" / "card.json").read_bytes())
     sae = SAE.load(kept)
     same(sae.top(x, 3, screen="int8"), sae.top(x, 3, screen="off"))
     assert len(made) == 5
-    assert not torch.equal(read_arrays(file)[0]["levels"], numbers["levels"])
+    assert len(list(kept.glob(".screen8-*"))) == 2
+    sae.save(kept)  # takes them along
+    assert not list(kept.glob(".screen8-*"))
+
+
+def _other(folder: Path) -> bytes:
+    make_sae("relu", seed=5).save(folder)
+    return (folder / "sae.safetensors").read_bytes()
+
+
+def test_weights_that_were_changed_leave_no_file(kept: Path) -> None:
+    sae, x = SAE.load(kept), normal(20, 4) * 3
+    sae.top(x, 3, screen="int8")
+    for _ in range(3):
+        sae.W_enc = sae.W_enc * 1.5
+        same(sae.top(x, 3, screen="int8"), sae.top(x, 3, screen="off"))
+    assert len(list(kept.glob(".screen8-*"))) == 1
+
+
+def test_a_cache_that_cannot_be_entered_is_no_fault(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torino import BadFile
+
+    def refuse(*_: Any) -> Any:
+        raise PermissionError("no")
+
+    x = normal(20, 4) * 3
+    want = SAE.load(kept).top(x, 3, screen="off")
+    monkeypatch.setattr(storing, "write_arrays", lambda *_: (_ for _ in ()).throw(BadFile("Cannot write.")))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_file", refuse)
+        weight, bias = make_sae("relu").W_enc, make_sae("relu").b_enc
+        assert len(storing.quantised_of(weight, bias, kept, 128).levels) == 32
+    monkeypatch.delenv("TORINO_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", lambda _: (_ for _ in ()).throw(RuntimeError("no home")))
+    sae = make_sae("relu")
+    sae.home = kept
+    same(sae.top(x, 3, screen="int8"), want)
 
 
 def test_where_the_folder_cannot_be_written_the_cache_is_taken(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,7 +708,7 @@ def test_where_the_folder_cannot_be_written_the_cache_is_taken(kept: Path, monke
         sae = SAE.load(kept)
         same(sae.top(x, 3, screen="int8"), sae.top(x, 3, screen="off"))
     assert made == [24]
-    assert len(list((kept.parent / "cache").glob("*-screen8-24x4.safetensors"))) == 1
+    assert len(list((kept.parent / "cache").glob("screen8-24x4-*.safetensors"))) == 1
     assert not list(kept.glob(".screen*"))
     # and where that cannot be written either, nothing is kept, and nothing fails
     monkeypatch.setattr(storing, "write_arrays", lambda *rest: (_ for _ in ()).throw(BadFile("Cannot write.")))

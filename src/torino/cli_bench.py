@@ -155,7 +155,9 @@ def _screened(saes: dict[str, Any], screen: str) -> tuple[dict[str, Any], list[s
         for way, how in ways.items():
             if how == "int8" and backend_for(sae.W_enc.device) is None:
                 notes.append("The int8 screen was left out: it needs pip install torino[fast] on a CPU.")
-                continue
+                if way:  # the plain search stands beside it
+                    continue
+                how = "off"
             one = found[f"{label} {way}".rstrip()] = copy.copy(sae)  # shares the weights
             one.screen = cast(Any, how)
     return found, list(dict.fromkeys(notes))

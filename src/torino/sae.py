@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torino.concepts import Concepts, Rank
 from torino.errors import BadFile, BadParameter, SAEMismatch
-from torino.screen import Keeper, Screen, Told, screened
+from torino.screen import Keeper, Screen, Told, forget, screened
 from torino.strongest import SILENT, largest_row_norm, stable_top, strongest
 from torino.tokens import Origin, check_matrix
 
@@ -138,7 +138,7 @@ class SAE(nn.Module):
             check_matrix(W_dec, "W_dec")
         self.register_buffer("W_dec", None if W_dec is None else _frozen(W_dec))
         self.register_buffer("threshold", self._read_threshold(threshold))
-        self._norm: tuple[weakref.ref[Tensor], tuple[int, float], float] | None = None
+        self._norm: tuple[weakref.ref[Tensor], tuple[int, int, float], float] | None = None
         self.screen: Screen = "auto"
         self.home: Path | None = None
         self._keeper = Keeper()
@@ -281,12 +281,18 @@ class SAE(nn.Module):
             v = v / scale.clamp(min=torch.finfo(torch.float32).tiny)
         return (v - self.b_dec if self.center else v), shift, scale
 
-    def _state(self) -> tuple[int, float]:
-        """Equal to what it was before as long as the weights are."""
+    def _state(self) -> tuple[int, int, float]:
+        """Equal to what it was before as long as the weights are.
+
+        PyTorch counts changes, but not those through ``.data``, through a numpy array that shares the memory, or in
+        inference mode. Of these the sum below sees what touches one of some 16 rows; a look at all would read, at each
+        call, what the screen is there to leave unread.
+        """
         weight = self.W_enc
-        # edits through .data raise no version, so a few rows are looked at as well
-        sample = float(weight[:: max(1, len(weight) // 16)].double().abs().sum())
-        return -1 if weight.is_inference() else weight._version, sample
+        sample = weight[:: max(1, len(weight) // 16)].reshape(-1).double()
+        place = torch.arange(1, len(sample) + 1, dtype=torch.float64, device=weight.device)
+        seal = float(sample @ (place * 0.6180339887498949 % 1 + 0.5))  # tells signs and places apart
+        return -1 if weight.is_inference() else weight._version, weight.data_ptr(), seal
 
     def _largest_norm(self) -> float:
         """The largest norm of an encoder row, worked out anew only when the weights have changed."""
@@ -388,7 +394,9 @@ class SAE(nn.Module):
         """
         from torino.formats import write_sae
 
-        return write_sae(self, folder, "torino", dtype=dtype)
+        written = write_sae(self, folder, "torino", dtype=dtype)
+        forget(written)  # of another one that was here
+        return written
 
     def export(self, folder: str | Path, layout: str) -> Path:
         """Write another library's layout: ``"dictionary_learning"`` or ``"saelens"``."""

@@ -104,7 +104,7 @@ class Bench:
         self._rounds(picked, lambda index: index, module)
         for row in self.rows:
             row.peak = peak_memory(lambda row=row: module(row, picked[0], False), device)
-        self._survive([ready[index] for index in dict.fromkeys(picked[:8])])
+        self._survive(lambda _: [ready[index] for index in dict.fromkeys(picked[:8])])
         self.about = {"source": source, "distinct_images": min(len(images), self.plan.images), "memory": "module"}
         self.about["device"] = torch.device(device).type
 
@@ -150,10 +150,7 @@ class Bench:
         first = eye.glance(pictures[picked[0]])
         self._try(lambda row: module(row, first, False))
         self._rounds(picked, lambda index: eye.glance(pictures[index]), module)
-        for row in self.rows:
-            if row.setting.sae in self._screened and row.reducer is not None:
-                self._survive(first.sight(row.reducer).tokens)
-                break
+        self._survive(lambda reducer: first.sight(reducer).tokens)
         if self.plan.answers:
             self._answers(model, eye, [pictures[index] for index in picked], positions)
         else:
@@ -245,11 +242,14 @@ class Bench:
             row.floor.append(floor)
             row.tokens.append(sum(lengths))
 
-    def _survive(self, tokens: Sequence[VisualTokens]) -> None:
-        for name, sae in self._screened.items():
-            told = survivors(sae, tokens, CONCEPTS)
-            if told is not None:
-                self.survivors[name] = told
+    def _survive(self, see: Callable[[Reducer], Sequence[VisualTokens]]) -> None:
+        """Count what the screen leaves, of each SAE that was measured, on what its first row saw."""
+        for row in self.rows:
+            name = row.setting.sae
+            if row.reducer is not None and name in self._screened and name not in self.survivors:
+                told = survivors(self._screened[name], see(row.reducer), CONCEPTS)
+                if told is not None:
+                    self.survivors[name] = told
 
     def _in_turn(self, turn: int) -> list[Row]:
         """All rows, beginning with another one each time."""

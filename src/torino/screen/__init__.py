@@ -6,6 +6,7 @@ only the candidates are scored as :mod:`torino.strongest` defines it. ``docs/fas
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torino.screen.products import Backend, Product, backend_for, product_of, zero_for
-from torino.screen.quantised import Quantised, quantise, quantised_of
+from torino.screen.products import LARGEST, Backend, Product, backend_for, product_of, zero_for
+from torino.screen.quantised import Quantised, forget, quantise, quantised_of
 from torino.screen.search import LEAST, Told, screened
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Screen",
     "Told",
     "backend_for",
+    "forget",
     "product_of",
     "quantise",
     "quantised_of",
@@ -38,6 +40,7 @@ Screen = Literal["auto", "int8", "off"]
 PAYS_FROM = 1 << 23  # encoder weights below which the plain product is as fast
 PAYS_TOKENS = 16  # tokens at once below which it is
 PAYS_THREADS = 2  # threads of the plain product that one of the screen's, which has LEAST tokens or more, makes up for
+WIDEST = (2**31 - 1) // LARGEST**2 - 64  # channels, beyond which sums of whole numbers could leave 32 bits
 MAKES_AFTER = 4096  # tokens after which the whole numbers have paid for their making
 
 
@@ -48,7 +51,8 @@ class Keeper:
         self._of: weakref.ref[Tensor] | None = None
         self._state: object = None
         self._held: tuple[Quantised, Product] | None = None
-        self._seen = 0
+        self._seen = self._changes = 0
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Keeper], tuple[()]]:
         """A copy of an SAE makes its own."""
@@ -71,11 +75,18 @@ class Keeper:
         tokens : int
             How many there are this time.
         home : Path, optional
-            Folder of the SAE, see :func:`quantised_of`.
+            Folder of the SAE, see :func:`quantised_of`; not for weights that were changed since.
         """
-        if screen == "off":
+        if screen == "off" or weight.shape[1] > WIDEST:
             return None
+        with self._lock:
+            return self._ready(weight, bias, state, screen, tokens, home)
+
+    def _ready(
+        self, weight: Tensor, bias: Tensor, state: object, screen: Screen, tokens: int, home: Path | None
+    ) -> tuple[Quantised, Product] | None:
         if self._of is None or self._of() is not weight or self._state != state:
+            self._changes += self._of is not None
             self._of, self._state, self._held, self._seen = weakref.ref(weight), state, None, 0
         self._seen += tokens
         if screen == "auto" and not pays(weight, tokens, self._seen, self._held is not None):
@@ -84,7 +95,7 @@ class Keeper:
         if backend is None:
             return None
         if self._held is None:
-            held = quantised_of(weight, bias, home, zero_for(backend, weight.device))
+            held = quantised_of(weight, bias, None if self._changes else home, zero_for(backend, weight.device))
             product = product_of(backend, held.levels, int(held.zero))
             self._held = replace(held, levels=held.levels[:0].clone()), product  # which has them in its own form
         return self._held

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torino.errors import TorinoError
+
 LARGEST = 127  # of a token
 ZEROS = (128, 64)  # of weights with 8 and with 7 bits
 CPU = torch.device("cpu")
@@ -33,13 +35,8 @@ def backend_for(device: torch.device) -> Backend | None:
     if device.type not in ("cpu", "cuda"):
         return _without(f"there is no exact product of 8-bit numbers for {device.type} here")
     backend: Backend = "onnxruntime" if device.type == "cpu" else "int_mm"
-    try:
-        zero_for(backend, device)
-    except ImportError:
-        return _without("onnxruntime is not installed: pip install torino[fast]")
-    except Exception as error:  # whatever a library raises that does not fit the machine
-        return _without(f"{backend} does not work here ({type(error).__name__}: {error})")
-    return backend
+    found = _tried(backend, device)
+    return backend if isinstance(found, int) else _without(found)
 
 
 def _without(why: str) -> None:
@@ -151,9 +148,27 @@ def product_of(backend: Backend, levels: Tensor, zero: int, chunk: int = CHUNK) 
     return _products[backend](levels, zero, chunk)
 
 
-@lru_cache(8)
 def zero_for(backend: Backend, device: torch.device = CPU) -> int:
     """What stands for 0 among the weights: 128 where products of 8 bits are exact, else 64."""
+    found = _tried(backend, device)
+    if not isinstance(found, int):
+        raise TorinoError(f"There is no int8 product: {found}.")
+    return found
+
+
+@lru_cache(8)
+def _tried(backend: Backend, device: torch.device) -> int | str:
+    """What stands for 0, or why there is no product; found out once."""
+    try:
+        with CPU:
+            return _try(backend, device)
+    except ImportError:
+        return "onnxruntime is not installed: pip install torino[fast]"
+    except Exception as error:  # whatever a library raises that does not fit the machine
+        return f"{backend} does not work here ({type(error).__name__}: {error})"
+
+
+def _try(backend: Backend, device: torch.device) -> int:
     for zero in ZEROS:
         # the largest numbers, of one sign and of both, where sums in 16 bits would overflow; and numbers of all sizes
         place = torch.arange(512)
@@ -175,6 +190,8 @@ def _session(weights: Tensor) -> Any:
     """A session that multiplies by weights of shape (D', c), int8."""
     import onnxruntime
 
+    with suppress(AttributeError):  # not all versions have it
+        onnxruntime.disable_telemetry_events()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False

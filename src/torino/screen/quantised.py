@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def turn(x: Tensor, signs: Tensor) -> Tensor:
     while len(matrix) < block:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     filled = pad(x, (0, len(signs) - x.shape[1])) * signs.to(x.dtype)
-    return (filled.view(-1, block) @ matrix).view(filled.shape)
+    return (filled.reshape(-1, block) @ matrix).view(filled.shape)
 
 
 @torch.no_grad()
@@ -98,7 +99,7 @@ def quantise(weight: Tensor, bias: Tensor, zero: int = 64) -> Quantised:
     """Make whole numbers of encoder rows (C, D); ``bias`` only helps to put them in order."""
     width, device = weight.shape[1], weight.device
     source = torch.Generator().manual_seed(0)
-    signs = (torch.randint(2, (width + -width % LEAST,), generator=source) * 2 - 1).float().to(device)
+    signs = (torch.randint(2, (width + -width % LEAST,), generator=source, device="cpu") * 2 - 1).float().to(device)
     part = max(LANE, WORKSPACE // len(signs) // LANE * LANE)
     size = torch.cat([turn(rows, signs).abs().amax(1) for rows in weight.split(part)])
     order = _in_order(size, bias)
@@ -120,7 +121,7 @@ def quantise(weight: Tensor, bias: Tensor, zero: int = 64) -> Quantised:
         length = true.norm(dim=1)
         norm[here] = length * (1 + 1e-9)
         error[here] = (true - whole * each).norm(dim=1) + 1e-9 * length  # more than float64 can have rounded away
-    return Quantised(levels, order, step, norm, error, signs, torch.tensor(zero))
+    return Quantised(levels, order, step, norm, error, signs, torch.tensor(zero, device="cpu"))
 
 
 def _in_order(size: Tensor, bias: Tensor) -> Tensor:
@@ -151,9 +152,10 @@ def quantised_of(weight: Tensor, bias: Tensor, home: Path | None, zero: int) -> 
     if home is None or weight.numel() < KEEP_FROM:
         return quantise(weight, bias, zero)
     key = digest({"weight": weight})
-    name = f"screen{zero.bit_length()}-{weight.shape[0]}x{weight.shape[1]}.safetensors"
-    # hidden beside the SAE, where it must not be taken for one; by its key among those of all SAEs
-    places = (home / f".{name}", cache_folder() / f"{key[:16]}-{name}")
+    name = f"screen{zero.bit_length()}-{weight.shape[0]}x{weight.shape[1]}-{key[:16]}.safetensors"
+    places = [home / f".{name}"]  # hidden, where it must not be taken for an SAE
+    with suppress(RuntimeError):  # there may be no home
+        places.append(cache_folder() / name)
     for path in places:
         held = _read(path, key, weight, zero)
         if held is not None:
@@ -167,6 +169,13 @@ def quantised_of(weight: Tensor, bias: Tensor, home: Path | None, zero: int) -> 
         except (TorinoError, OSError):
             continue
     return made
+
+
+def forget(home: Path) -> None:
+    """Remove what is kept beside an SAE, when another one takes its place."""
+    with suppress(OSError):
+        for path in home.glob(".screen*.safetensors"):
+            path.unlink()
 
 
 def cache_folder() -> Path:
@@ -189,9 +198,9 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 def _read(path: Path, key: str, weight: Tensor, zero: int) -> Quantised | None:
     """What a file holds, if it is whole and of these weights."""
-    if not path.is_file():
-        return None
     try:
+        if not path.is_file():
+            return None
         tensors, header = read_arrays(path)
         if (header.get("format"), header.get("weights_sha256")) != (FORMAT, key):
             return None

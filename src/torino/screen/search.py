@@ -12,10 +12,10 @@ included. Tokens with too many survivors, or at the edge of float32, are left to
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ LEAST = 64  # tokens a tile: each reads all of the weights
 TURNS = frozenset({1, 2, *(4**i for i in range(1, 16))})  # chunks after which likely pairs are multiplied
 PIECE = 1 << 12  # lanes that are looked into at once
 PATIENCE = 512  # survivors of a token, from which on the plain search is faster
+ROOM = 1 << 17  # survivors of a tile that may wait to be multiplied; 4 MiB
 MOST = 2.0**31 - 1
 SHIFT = LANE.bit_length() - 1
 
@@ -95,22 +96,18 @@ def screened(
         Takes one entry a tile.
     """
     _hear_out()
+    x = x.contiguous()
     cpu = x.device.type == "cpu"
     threads = torch.get_num_threads() if cpu else 1
     workers = max(1, min(threads, len(x) // LEAST))
     tiles = x.split(min(ROWS, -(-len(x) // workers)))
-    with _one_thread() if cpu else nullcontext():
-        latents = _latents(bias, floor, held)
+    latents = _latents(bias, floor, held)
 
-        @torch.no_grad()
-        def search(tile: Tensor) -> _Search:
-            return _Search(tile, weight, bias, k, floor, held, latents).run(product)
+    @torch.no_grad()  # which other threads do not know of
+    def search(tile: Tensor) -> _Search:
+        return _Search(tile, weight, bias, k, floor, held, latents).run(product)
 
-        if workers == 1:
-            done = [search(tile) for tile in tiles]
-        else:
-            with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                done = list(pool.map(search, tiles))
+    done = list(_workers(threads).map(search, tiles)) if cpu else [search(tile) for tile in tiles]
     found = [(one.indices, one.values, one.lost) for one in done]
     indices, values, lost = (torch.cat(parts) for parts in zip(*found, strict=True))
     if bool(lost.any()):
@@ -122,15 +119,41 @@ def screened(
     return indices.masked_fill(silent, SILENT), values.masked_fill(silent, 0.0)
 
 
-@contextmanager
-def _one_thread() -> Generator[None]:
-    """Keep each thread of Python to one of torch's: much of the work is too small to be split any further."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+_making = threading.Lock()
+
+
+def _workers(count: int) -> ThreadPoolExecutor:
+    """Threads of Python, each with one of torch's: much of the work is too small to be split any further."""
+    with _making:
+        return _pool(count)
+
+
+@lru_cache(4)
+def _pool(count: int) -> ThreadPoolExecutor:
+    """Made once: a thread that sets its number of torch's threads sets it for all threads that are born later."""
+    before, together = torch.get_num_threads(), threading.Barrier(count + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        together.wait()
+
+    pool = ThreadPoolExecutor(count, "torino-screen", begin)
+    for _ in range(count):
+        pool.submit(int)
+    together.wait()
+    torch.set_num_threads(before)
+    return pool
+
+
+def _forked() -> None:
+    """Threads do not come along."""
+    global _making
+    _making = threading.Lock()
+    _pool.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _latents(bias: Tensor, floor: Tensor, held: Quantised) -> _Latents:
@@ -212,6 +235,7 @@ class _Search:
         self.lower = self.values.double()  # the k best lower ends, falling
         self.open: list[tuple[Tensor, ...]] = []  # token, latent, middle, upper end
         self.near: list[tuple[Tensor, ...]] = []  # token, latent, upper end
+        self.waiting = 0  # open pairs
         self.survivors = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         self.lost = ~self.tokens.fine
         self.bar = self.limits = torch.empty(0)
@@ -266,16 +290,23 @@ class _Search:
             if leading is not None:  # these are multiplied already
                 upper.masked_fill_((leading[token] == latent[:, None]).any(1), -torch.inf)
             self.open.append((token, latent, middle, upper))
+            self.waiting += len(token)
             crowded = len(hits[0]) > PIECE
             if crowded:
-                self._give_up()
+                self._give_up(self.open, PATIENCE)
+            if self.waiting > ROOM:
+                self._settle()
+            if self.waiting > ROOM:
+                self._give_up(self.open, ROOM // len(self.x))
+                self._settle()
 
-    def _give_up(self) -> None:
-        """Leave tokens with too many survivors to the plain search."""
-        met = torch.cat([part[0] for part in self.open]).bincount(minlength=len(self.x))
-        if bool((met > PATIENCE).any()):
-            self.lost |= met > PATIENCE
+    def _give_up(self, pairs: list[tuple[Tensor, ...]], most: int) -> bool:
+        """Leave tokens with more than that many pairs to the plain search; tell whether there are any."""
+        many = torch.cat([part[0] for part in pairs]).bincount(minlength=len(self.x)) > most
+        if any_ := bool(many.any()):
+            self.lost |= many
             self._raise()
+        return any_
 
     def _limits(self, least: Tensor) -> Tensor:
         """Factors (n, 4) that, with those of lanes, say which whole number stands for a score of at least ``least``."""
@@ -302,7 +333,7 @@ class _Search:
     def _settle(self, last: bool = False) -> None:
         """Multiply open pairs that are likely to be in the answer, raise the bar, and drop what is below it."""
         if self.open:
-            self._give_up()
+            self._give_up(self.open, PATIENCE)
             token, latent, middle, upper = pool = tuple(torch.cat(parts) for parts in zip(*self.open, strict=True))
             wanted = upper > self.bar[token]
             if not last:
@@ -311,9 +342,13 @@ class _Search:
             self._raise()
             rest = (upper > self.bar[token]) & ~wanted
             self.open = [tuple(part[rest] for part in pool)]
-        pool = tuple(torch.cat(parts) for parts in zip(*self.near, strict=True))
-        rest = pool[2] > self.bar[pool[0]]
-        self.near = [tuple(part[rest] for part in pool)]
+            self.waiting = len(self.open[0][0])
+        for _ in range(2):  # once more where tokens were given up
+            pool = tuple(torch.cat(parts) for parts in zip(*self.near, strict=True))
+            rest = pool[2] > self.bar[pool[0]]
+            self.near = [tuple(part[rest] for part in pool)]
+            if not self._give_up(self.near, PATIENCE):
+                break
 
     def _multiply(self, token: Tensor, latent: Tensor) -> None:
         """Move pairs to those that are near: a float32 product of each, and how far it may be off."""
