@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
 from torino.bench.gauges import survivors
 from torino.example import example_sae
+from torino.screen import zero_for
 
 
 @dataclass
@@ -356,7 +358,8 @@ def screen(given: argparse.Namespace) -> str:
     source = f"{len(photos)} photos of the files given" if given.tokens else "the four bundled photos"
     parts = [
         f"Measured by `benchmarks/core.py --only screen`, seed {seed}, median of {rounds} rounds in turn, k = {K}; "
-        f"real tokens: {source}. {machine()}."
+        f"real tokens: {source}. {machine()}; onnxruntime {version('onnxruntime')}, "
+        f"{zero_for('onnxruntime').bit_length()}-bit weights."
     ]
 
     def add(title: str, made: str) -> None:

@@ -298,10 +298,16 @@ def test_both_searches_side_by_side_give_the_same_tokens(
     left = told["survivors"]["sae int8"]
     assert 3 <= left["median"] <= left["percentile_99"] <= left["most"] <= 24
     assert "the int8 screen left" in capsys.readouterr().out
+    eye = torch.eye(small_sae().width + 3)
+    wider = SAE(eye, W_dec=eye).save(home / "wider")  # which cannot read these tokens
+    told = run(home, *given, "--sae", str(wider), "--budgets", "9", "--dynamic", "no", "--screen", "int8")
+    assert list(told["survivors"]) == ["sae"]
+    assert any("was left out" in note for note in told["notes"])
     monkeypatch.setattr("torino.screen.backend_for", lambda device: None)
-    told = run(home, *given, "--budgets", "9", "--dynamic", "no", "--screen", "both")
-    assert [row["label"] for row in told["rows"]] == ["TORINO-M"]
-    assert any("torino[fast]" in note for note in told["notes"])
+    for screen in ("both", "int8"):
+        told = run(home, *given, "--budgets", "9", "--dynamic", "no", "--screen", screen)
+        assert [row["label"] for row in told["rows"]] == ["TORINO-M"]
+        assert any("torino[fast]" in note for note in told["notes"])
 
 
 def test_bad_input_gets_a_sentence(home: Path) -> None:

@@ -553,6 +553,12 @@ def test_auto_waits_until_it_pays(taken: list[int], monkeypatch: pytest.MonkeyPa
     sae.screen = "auto"
     sae.top(normal(100, 4), 2)  # other weights, so they must pay anew
     assert len(taken) == 3
+    monkeypatch.setattr(room, "PAYS_FROM", 1 << 20)  # and fewer weights will do for many tokens
+    monkeypatch.setattr(room, "PAYS_MANY", (1, 500))
+    sae.top(normal(499, 4), 2)
+    assert len(taken) == 3
+    sae.top(normal(500, 4), 2)
+    assert taken[-1] == 500
 
 
 def test_levels_keep_the_setting() -> None:

@@ -39,6 +39,7 @@ Screen = Literal["auto", "int8", "off"]
 
 PAYS_FROM = 1 << 23  # encoder weights below which the plain product is as fast
 PAYS_TOKENS = 16  # tokens at once below which it is
+PAYS_MANY = (1 << 21, 4096)  # the same of weights where there are that many tokens at once
 PAYS_THREADS = 2  # threads of the plain product that one of the screen's, which has LEAST tokens or more, makes up for
 WIDEST = (2**31 - 1) // LARGEST**2 - 64  # channels, beyond which sums of whole numbers could leave 32 bits
 MAKES_AFTER = 4096  # tokens after which the whole numbers have paid for their making
@@ -104,7 +105,8 @@ class Keeper:
 def pays(weight: Tensor, tokens: int, seen: int, made: bool) -> bool:
     """Tell whether the screen is faster: ``tokens`` this time, ``seen`` in all, ``made`` already."""
     device = weight.device.type
-    if weight.numel() < PAYS_FROM or tokens < PAYS_TOKENS or device not in ("cpu", "cuda"):
+    fewest = PAYS_MANY[0] if tokens >= PAYS_MANY[1] else PAYS_FROM
+    if weight.numel() < fewest or tokens < PAYS_TOKENS or device not in ("cpu", "cuda"):
         return False
     if device == "cpu" and torch.get_num_threads() > PAYS_THREADS * max(1, tokens // LEAST):
         return False
