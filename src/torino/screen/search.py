@@ -12,10 +12,10 @@ included. Tokens with too many survivors, or at the edge of float32, are left to
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -97,17 +97,20 @@ def screened(
     """
     _hear_out()
     x = x.contiguous()
-    cpu = x.device.type == "cpu"
-    threads = torch.get_num_threads() if cpu else 1
-    workers = max(1, min(threads, len(x) // LEAST))
-    tiles = x.split(min(ROWS, -(-len(x) // workers)))
-    latents = _latents(bias, floor, held)
+    with _alone if x.device.type == "cpu" else nullcontext(1) as threads:
+        workers = max(1, min(threads, len(x) // LEAST))
+        tiles = x.split(min(ROWS, -(-len(x) // workers)))
+        latents = _latents(bias, floor, held)
 
-    @torch.no_grad()  # which other threads do not know of
-    def search(tile: Tensor) -> _Search:
-        return _Search(tile, weight, bias, k, floor, held, latents).run(product)
+        @torch.no_grad()  # which other threads do not know of
+        def search(tile: Tensor) -> _Search:
+            return _Search(tile, weight, bias, k, floor, held, latents).run(product)
 
-    done = list(_workers(threads).map(search, tiles)) if cpu else [search(tile) for tile in tiles]
+        if workers == 1:
+            done = [search(tile) for tile in tiles]
+        else:
+            with ThreadPoolExecutor(workers, "torino-screen", torch.set_num_threads, (1,)) as pool:
+                done = list(pool.map(search, tiles))
     found = [(one.indices, one.values, one.lost) for one in done]
     indices, values, lost = (torch.cat(parts) for parts in zip(*found, strict=True))
     if bool(lost.any()):
@@ -119,41 +122,32 @@ def screened(
     return indices.masked_fill(silent, SILENT), values.masked_fill(silent, 0.0)
 
 
-_making = threading.Lock()
+class _Alone:
+    """While any search runs, torch has one thread, so that each of Python's threads has: much is too small to be split.
+
+    The number is torch's and MKL's for the whole process, and new threads take it over for good, so the first search
+    notes it and every one sets it back. (A thread that is born during a search keeps one thread all the same.)
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.searches, self.before = threading.Lock(), 0, 1
+
+    def __enter__(self) -> int:
+        """Return how many threads there were."""
+        with self.lock:
+            if not self.searches:
+                self.before = torch.get_num_threads()
+            self.searches += 1
+            torch.set_num_threads(1)
+            return self.before
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.searches -= 1
+            torch.set_num_threads(self.before)
 
 
-def _workers(count: int) -> ThreadPoolExecutor:
-    """Threads of Python, each with one of torch's: much of the work is too small to be split any further."""
-    with _making:
-        return _pool(count)
-
-
-@lru_cache(4)
-def _pool(count: int) -> ThreadPoolExecutor:
-    """Made once: a thread that sets its number of torch's threads sets it for all threads that are born later."""
-    before, together = torch.get_num_threads(), threading.Barrier(count + 1)
-
-    def begin() -> None:
-        torch.set_num_threads(1)
-        together.wait()
-
-    pool = ThreadPoolExecutor(count, "torino-screen", begin)
-    for _ in range(count):
-        pool.submit(int)
-    together.wait()
-    torch.set_num_threads(before)
-    return pool
-
-
-def _forked() -> None:
-    """Threads do not come along."""
-    global _making
-    _making = threading.Lock()
-    _pool.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+_alone = _Alone()
 
 
 def _latents(bias: Tensor, floor: Tensor, held: Quantised) -> _Latents:
