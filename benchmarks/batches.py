@@ -14,7 +14,7 @@ from torch import Tensor
 from torino import SAE, Concepts, VisualTokens, make
 from torino.concepts import Rank
 from torino.example import example_tokens
-from torino.screen import backend_for, product_of, quantise, zero_for
+from torino.screen import Backend, backend_for, product_of, quantise, zero_for
 from torino.screen.search import ROWS
 from torino.tokens import Origin
 
@@ -61,9 +61,7 @@ class Batch:
 
     def lone_int8(self) -> Callable[[], object]:
         """The whole numbers' product alone, in the screen's tiles, chunks and threads, and nothing done with it."""
-        backend = backend_for(torch.device("cpu"))
-        if backend is None:
-            raise SystemExit("The screen needs onnxruntime: pip install torino[fast].")
+        backend = screen_backend()
         held = quantise(self.sae.W_enc, self.sae.b_enc, zero_for(backend))
         product = product_of(backend, held.levels, int(held.zero))
         x, threads = self.packed, torch.get_num_threads()
@@ -92,6 +90,14 @@ class Batch:
             return reducer.plan_batch(self.images).apply(patches)
 
         return run
+
+
+def screen_backend() -> Backend:
+    """Who multiplies whole numbers here; without any there is nothing to measure."""
+    backend = backend_for(torch.device("cpu"))
+    if backend is None:
+        raise SystemExit("The screen needs onnxruntime: pip install torino[fast].")
+    return backend
 
 
 def _images(count: int) -> str:
@@ -130,7 +136,7 @@ def lifted(photos: list[Tensor], d: int, c: int, seed: int) -> Batch:
 
 
 def isotropic(n: int, d: int, c: int, seed: int) -> Batch:
-    """Tokens and latents without any structure, the worst case."""
+    """Tokens and latents without any structure."""
     random = torch.Generator().manual_seed(seed)
     weight = torch.nn.functional.normalize(torch.randn(c, d, generator=random))
     photos = [torch.randn(n, d, generator=random) for _ in range(8)]

@@ -11,12 +11,10 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from batches import Batch, lifted, real_photos
+from batches import Batch, lifted, real_photos, screen_backend
 from report import machine, parser, ratio, table, time_side_by_side, write_section
 
 from torino import make
-from torino.screen import backend_for
 
 BUDGETS = (217, 192, 129, 128, 64, 47)
 WANTED = 1.2
@@ -57,8 +55,7 @@ def main() -> None:
     d, c, many, budgets, rounds = (
         (512, 2048, 2, (64,), 2) if given.quick else (1024, 65536, 8, BUDGETS, int(given.rounds))
     )
-    if backend_for(torch.device("cpu")) is None:
-        raise SystemExit("The screen needs onnxruntime: pip install torino[fast].")
+    screen_backend()
     photos = real_photos(given.tokens)
     batch = lifted(photos, d, c, given.seed)
     rows = [*measure(batch.first(1), budgets, rounds), *measure(batch.first(many), budgets[-2:], rounds)]

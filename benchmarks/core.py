@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from batches import DELTA, Batch, K, isotropic, lifted, own_size, real_photos
+from batches import DELTA, Batch, K, isotropic, lifted, own_size, real_photos, screen_backend
 from report import machine, parser, peak_extra_memory, ratio, table, time_repeatedly, time_side_by_side, write_section
 from torch import Tensor
 
@@ -208,8 +208,7 @@ def measure_screen(batches: list[Batch], rounds: int) -> tuple[list[list[str]], 
             [batch.name, median["product"], median["off"], median["int8"], *shares, "yes" if same else "**no**"]
         )
         told = survivors(sae, batch.images, K)
-        if told is None:
-            raise SystemExit("The screen needs onnxruntime: pip install torino[fast].")
+        assert told is not None
         spread = [f"{told['mean']:.1f}", *(f"{told[name]:.0f}" for name in ("median", "percentile_99", "most"))]
         left.append([batch.name, *spread, f"{told['left_to_plain']} of {len(x):,}"])
     return times, left
@@ -351,6 +350,7 @@ def screen(given: argparse.Namespace) -> str:
     """The int8 screen beside the plain search and the lone product."""
     rounds, seed = (2, given.seed) if given.quick else (given.rounds, given.seed)
     n, d, c, many = (576, 512, 2048, 2) if given.quick else (576, 1024, 65536, 8)
+    backend = screen_backend()
     photos = real_photos(given.tokens)
     sae = example_sae() if given.sae is None else SAE.load(given.sae, decoder=False)
     real, own, noise = lifted(photos, d, c, seed), own_size(photos, sae), isotropic(n, d, c, seed)
@@ -358,8 +358,8 @@ def screen(given: argparse.Namespace) -> str:
     source = f"{len(photos)} photos of the files given" if given.tokens else "the four bundled photos"
     parts = [
         f"Measured by `benchmarks/core.py --only screen`, seed {seed}, median of {rounds} rounds in turn, k = {K}; "
-        f"real tokens: {source}. {machine()}; onnxruntime {version('onnxruntime')}, "
-        f"{zero_for('onnxruntime').bit_length()}-bit weights."
+        f"real tokens: {source}. {machine()}; {backend} {version(backend)}, "
+        f"{zero_for(backend).bit_length()}-bit weights."
     ]
 
     def add(title: str, made: str) -> None:

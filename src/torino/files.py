@@ -18,6 +18,14 @@ from torch import Tensor
 from torino.errors import BadFile
 
 
+def cache_folder() -> Path:
+    """Where torino keeps what it made or fetched: ``TORINO_CACHE``, or ``torino`` in the user's cache."""
+    given = os.environ.get("TORINO_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~").expanduser() / ".cache") / "torino"
+
+
 def write_whole(path: str | Path, write: Callable[[Path], None]) -> Path:
     """Write a file through a temporary neighbour and rename it into place.
 

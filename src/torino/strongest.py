@@ -22,7 +22,7 @@ COLUMNS = 3072  # latents a chunk
 DEPTH = 32  # latents that share a lane in the first, cheap maximum
 SPARE = 4  # candidates beyond k: with gaps between this many scores the proof hardly ever fails
 WORKSPACE = 1 << 18  # float64 elements that may be held at once (2 MiB)
-PAIRS = 1 << 16  # and of pairs, which then stay in the cache: two thirds of the time of four times as many
+PAIRS = 1 << 16  # and of pairs, which are gone over three times and so should stay in the cache
 SILENT = -1  # the index of a slot that holds no active latent
 
 

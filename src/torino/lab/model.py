@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from torino.errors import BadFile, TorinoError
-from torino.files import read_json, read_safetensors
-from torino.lab.tower import DEVIATION, GRID, MEAN, SIDE, cache_folder, lab_tower
+from torino.files import cache_folder, read_json, read_safetensors
+from torino.lab.tower import DEVIATION, GRID, MEAN, SIDE, lab_tower
 
 READER = "reader.safetensors"
 SHIPPED = Path(__file__).resolve().parents[1] / "data" / "lab"

