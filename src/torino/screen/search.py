@@ -30,10 +30,9 @@ from torino.strongest import SILENT, input_rounding, merge, pair_scores, stronge
 ROWS = 576  # tokens a tile, an image of 24 × 24; each thread has a tile of its own
 LEAST = 64  # tokens a tile: each reads all of the weights
 TURNS = frozenset({1, 2, *(4**i for i in range(1, 16))})  # chunks after which likely pairs are multiplied
-PIECE = 1 << 12  # lanes that are looked into at once
+PIECE = 1 << 13  # lanes that wait to be looked into; 1 MiB
 PATIENCE = 512  # survivors of a token, from which on the plain search is faster
 ROOM = 1 << 17  # survivors of a tile that may wait to be multiplied; 4 MiB
-MOST = 2.0**31 - 1
 SHIFT = LANE.bit_length() - 1
 
 
@@ -227,6 +226,8 @@ class _Search:
         self.indices = torch.full((len(x), k), SILENT, device=x.device)
         self.values = x.new_full((len(x), k), -torch.inf)
         self.lower = self.values.double()  # the k best lower ends, falling
+        self.leading = self.indices  # latents (n, ·) that were multiplied first and are not opened again
+        self.lanes: list[tuple[Tensor, ...]] = []  # token, lane, its whole numbers, what one must exceed
         self.open: list[tuple[Tensor, ...]] = []  # token, latent, middle, upper end
         self.near: list[tuple[Tensor, ...]] = []  # token, latent, upper end
         self.waiting = 0  # open pairs
@@ -257,42 +258,49 @@ class _Search:
         return self
 
     def _collect(self, scores: Tensor, here: slice) -> None:
-        """Take up pairs of a token and a latent in ``scores``, (n, LANE, lanes), that reach the bar."""
+        """Take up lanes of a token in ``scores``, (n, LANE, lanes), in which some latent may reach the bar."""
         peak = scores.amax(1)
-        leading = self._lead(scores, peak) if here.start == 0 else None
+        if here.start == 0:
+            self._lead(scores, peak)
         # what a whole number must exceed, with what holds for all of its lane
         need = self.limits @ self.latents.lanes[here].T
         if self.latents.above is not None:
             need = torch.maximum(need, self._limits(-self.tokens.margin) @ self.latents.above[here].T)
-        need = need.floor_().clamp_(-MOST, MOST).int()
-        hits, crowded = _where(peak > need), False
+        hits = _where(peak > need)
+        crowded = len(hits[0]) > PIECE
         for token, lane in zip(*(part.split(PIECE) for part in hits), strict=True):
             if crowded:
                 left = ~self.lost[token]
                 lane, token = lane[left], token[left]
-            levels = scores[token, :, lane]
-            pair, slot = _where(levels > need[token, lane][:, None])
-            # and once more, each for itself
-            token, row = token[pair], (lane[pair] + here.start) * LANE + slot
-            offset, norm, error, step = self.latents.rows[row].unbind(1)
-            missing, length, scale = self.tokens.terms[token].unbind(1)
-            middle = levels[pair, slot] * (scale * step) + offset
-            upper = middle + norm * missing + error * length
-            latent = self.held.order[row]
-            if self.floor.ndim:
-                upper.masked_fill_(upper <= self._floor(latent) - self.tokens.margin[token], -torch.inf)
-            if leading is not None:  # these are multiplied already
-                upper.masked_fill_((leading[token] == latent[:, None]).any(1), -torch.inf)
-            self.open.append((token, latent, middle, upper))
-            self.waiting += len(token)
-            crowded = len(hits[0]) > PIECE
-            if crowded:
-                self._give_up(self.open, PATIENCE)
-            if self.waiting > ROOM:
-                self._settle()
-            if self.waiting > ROOM:
-                self._give_up(self.open, ROOM // len(self.x))
-                self._settle()
+            self.lanes.append((token, lane + here.start, scores[token, :, lane], need[token, lane]))
+            if crowded or sum(len(part[0]) for part in self.lanes) > PIECE:
+                self._open(crowded)
+
+    def _open(self, crowded: bool = False) -> None:
+        """Open the pairs that the lanes taken up consist of, each with the ends of its own."""
+        if not self.lanes:
+            return
+        token, lane, levels, need = (torch.cat(parts) for parts in zip(*self.lanes, strict=True))
+        self.lanes.clear()
+        pair, slot = _where(levels > need[:, None])
+        token, row = token[pair], lane[pair] * LANE + slot
+        offset, norm, error, step = self.latents.rows[row].unbind(1)
+        missing, length, scale = self.tokens.terms[token].unbind(1)
+        middle = levels[pair, slot] * (scale * step) + offset
+        upper = middle + norm * missing + error * length
+        latent = self.held.order[row]
+        if self.floor.ndim:
+            upper.masked_fill_(upper <= self._floor(latent) - self.tokens.margin[token], -torch.inf)
+        upper.masked_fill_((self.leading[token] == latent[:, None]).any(1), -torch.inf)
+        self.open.append((token, latent, middle, upper))
+        self.waiting += len(token)
+        if crowded:
+            self._give_up(self.open, PATIENCE)
+        if self.waiting > ROOM:
+            self._settle()
+        if self.waiting > ROOM:
+            self._give_up(self.open, ROOM // len(self.x))
+            self._settle()
 
     def _give_up(self, pairs: list[tuple[Tensor, ...]], most: int) -> bool:
         """Leave tokens with more than that many pairs to the plain search; tell whether there are any."""
@@ -308,8 +316,8 @@ class _Search:
         missing, length, scale = self.tokens.terms.unbind(1)
         return torch.stack([least.clamp(max=1e200), -ones, -missing, -length], 1) / scale[:, None]
 
-    def _lead(self, scores: Tensor, peak: Tensor) -> Tensor:
-        """Multiply the best latents of the best lanes of the first chunk, to have a bar; and return them, (n, k)."""
+    def _lead(self, scores: Tensor, peak: Tensor) -> None:
+        """Multiply the best latents of the best lanes of the first chunk, to have a bar."""
         first = self.latents.lanes if self.latents.above is None else self.latents.above  # what is silent is no help
         lanes = peak.shape[1]
         reach = (peak * self.tokens.terms[:, 2:] + first[:lanes, 1]) * self.held.step[:lanes]
@@ -322,10 +330,11 @@ class _Search:
         able = (leading != SILENT) & ~self.lost[token]
         self._multiply(token[able], leading[able])
         self._raise()
-        return leading.view(lane.shape)
+        self.leading = leading.view(lane.shape)
 
     def _settle(self, last: bool = False) -> None:
         """Multiply open pairs that are likely to be in the answer, raise the bar, and drop what is below it."""
+        self._open()
         if self.open:
             self._give_up(self.open, PATIENCE)
             token, latent, middle, upper = pool = tuple(torch.cat(parts) for parts in zip(*self.open, strict=True))
