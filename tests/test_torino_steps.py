@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torino import BadParameter, RawEmbedding, Reduction, UnmetBudget, VisualTokens, make
+from torino import SAE, BadParameter, RawEmbedding, Reduction, UnmetBudget, VisualTokens, make
 from torino.evaluate.settings import default_methods
 from torino.reducers.torino_steps import TorinoSteps
 from torino.testing import check_reducer
@@ -86,8 +86,22 @@ def test_what_stands_for_a_group() -> None:
     assert (peak.anchor.tolist(), medoid.anchor.tolist()) == ([0], [1])
     by_peak = TorinoSteps(RAW, 1, 1, stand="evidence", scale="mean").plan(tokens)
     assert torch.allclose(by_peak.weights, torch.tensor([0.5, 0.25, 0.25]))
+    by_decoder = TorinoSteps(RAW, 1, 1, stand="decoder", scale="mean").plan(tokens)  # of coordinates, the same
+    assert torch.equal(by_decoder.weights, by_peak.weights)
     length = TorinoSteps(RAW, 1, 1, scale="length").plan(tokens).apply(patches)
     assert torch.allclose(length.norm(), patches.norm(dim=1).mean())
+
+
+def test_patches_by_the_direction_of_their_concept() -> None:
+    # the decoder of the one latent points elsewhere than its encoder
+    sae = SAE(torch.tensor([[1.0, 0.0]]), W_dec=torch.tensor([[0.6, 0.8]]), b_dec=torch.tensor([0.0, 1.0]))
+    tokens = VisualTokens(torch.tensor([[5.0, 1.0], [5.0, 6.0], [5.0, -9.0]]), (1, 3))
+    weights = TorinoSteps(sae, 1, 1, stand="decoder", scale="mean").plan(tokens).weights
+    assert torch.allclose(weights, torch.tensor([3.0, 7.0, 0.0]) / 10)
+    blind = SAE(sae.W_enc)
+    assert TorinoSteps(blind, 1, 1).sae is blind
+    with pytest.raises(BadParameter, match="decoder=True"):
+        TorinoSteps(blind, 1, 1, stand="decoder")
 
 
 def test_padding_with_what_is_missing() -> None:
@@ -108,6 +122,7 @@ def test_padding_with_what_is_missing() -> None:
         {"split": "concept", "giant": 2, "stand": "evidence"},
         {"survive": "cover", "padding": "missing", "budget": 5, "scale": "length"},
         {"stand": "medoid", "budget": 6},
+        {"stand": "decoder", "scale": "length", "budget": 6},
     ],
 )
 def test_contract(given: dict[str, Any]) -> None:

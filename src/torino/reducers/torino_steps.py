@@ -17,14 +17,16 @@ from torino.reducers.base import Placed, Reducer, register
 from torino.reducers.sentences import check_choice, check_count, check_encoder
 from torino.reducers.torino_x import overlaps_of, share_of
 from torino.reduction import Reduction
+from torino.sae import SAE
 from torino.stages import stage
+from torino.strongest import SILENT
 from torino.tokens import VisualTokens
 
 Floats = NDArray[np.float64]
 Order = Literal["raster", "native"]
 Scale = Literal["log", "mean", "length"]
 Split = Literal["never", "concept", "place"]
-Stand = Literal["merge", "evidence", "peak", "medoid"]
+Stand = Literal["merge", "evidence", "decoder", "peak", "medoid"]
 Survive = Literal["size", "peak", "cover"]
 Padding = Literal["peak", "missing"]
 CODE = 16  # latents of a code, where overlaps of codes are wanted
@@ -49,9 +51,10 @@ class TorinoSteps(Reducer):
     survive : {"size", "peak", "cover"}
         Which groups stay where there are more than the budget: the largest, those with the highest peaks, or those
         whose best patches cover most, one by one.
-    stand : {"merge", "evidence", "peak", "medoid"}
-        What stands for a group: its sum; its sum by the peaks of its patches; its patch with the highest peak, as
-        in ``torino-p``; or the one that overlaps most with the others.
+    stand : {"merge", "evidence", "decoder", "peak", "medoid"}
+        What stands for a group: its sum; its sum by the peaks of its patches; its sum by how far each patch goes along
+        the decoder's direction of the concept they share; its patch with the highest peak, as in ``torino-p``; or the
+        one that overlaps most with the others.
     scale : {"log", "mean", "length"}
         Length of a sum of n patches: (1 + ln n) times their mean; their mean; or as long as they are on average.
     padding : {"peak", "missing"}
@@ -93,6 +96,8 @@ class TorinoSteps(Reducer):
         for name, kind in {**choices, "order": Order, "positions": Placed}.items():
             check_choice(name, getattr(self, name), kind)
         check_encoder(self.sae)
+        if self.stand == "decoder" and isinstance(self.sae, SAE) and self.sae.W_dec is None:
+            raise BadParameter('stand="decoder" needs the decoder of the SAE. Load it with decoder=True.')
 
     @property
     def placed(self) -> Placed:
@@ -165,10 +170,21 @@ class TorinoSteps(Reducer):
         assert codes is not None
         return pool[_walk(codes[pool], share_of(peak), lacks, codes[anchors].max(0))]
 
-    def _weights(self, members: Ints, peak: Floats, patches: Floats) -> Floats:
+    def _along(self, patches: Floats, concept: int) -> Floats:
+        """How far patches go along the direction of a concept; without an SAE that is a coordinate."""
+        if concept == SILENT:
+            return np.zeros(len(patches))
+        if not isinstance(self.sae, SAE):
+            return patches[:, concept]
+        assert self.sae.W_dec is not None
+        direction, centre = (part.double().cpu().numpy() for part in (self.sae.W_dec[concept], self.sae.b_dec))
+        return (patches - centre) @ direction
+
+    def _weights(self, members: Ints, concept: int, peak: Floats, patches: Floats) -> Floats:
         """Weights of the sum that stands for a group."""
         n = len(members)
-        loud = peak[members].clip(min=0)
+        loud = self._along(patches[members], concept) if self.stand == "decoder" else peak[members]
+        loud = loud.clip(min=0)
         even = self.stand == "merge" or not loud.any()
         weight = np.full(n, 1 / n) if even else loud / loud.sum()
         if self.scale == "log":
@@ -199,18 +215,18 @@ class TorinoSteps(Reducer):
         order = np.lexsort((is_pad, anchor)) if self.order == "raster" else np.arange(len(anchor))
         anchor, is_pad = anchor[order], is_pad[order]
         group = np.concatenate([kept, label[padding]])[order]
-        sums = self.stand in ("merge", "evidence")
+        shared = shared_concepts(_first(found, self.k), groups).numpy()
+        sums = self.stand in ("merge", "evidence", "decoder")
         sources, weights = list[Ints](), list[Floats]()
         for place, one, pad in zip(anchor, group, is_pad, strict=True):
             alone = pad or not sums
             sources.append(np.array([place]) if alone else members[one])
-            weights.append(np.ones(1) if alone else self._weights(members[one], peak, patches))
+            weights.append(np.ones(1) if alone else self._weights(members[one], int(shared[one]), peak, patches))
         token = np.full(len(size), -1)
         token[group[~is_pad]] = np.flatnonzero(~is_pad)
         assigned = token[label]
         if not sums:
             assigned[anchor] = np.arange(len(anchor))
-        shared = shared_concepts(_first(found, self.k), groups).numpy()
         return Reduction(
             sources=torch.from_numpy(np.concatenate(sources)),
             weights=torch.from_numpy(np.concatenate(weights)).float(),
