@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from rich.cells import cell_len
 from test_report import app, synthetic
 from typer.testing import CliRunner
 
@@ -41,6 +42,7 @@ from torino.plots import (
     teaser,
 )
 from torino.plots.pictures import outlines
+from torino.plots.style import lines_of
 from torino.reduction import Reduction
 
 BENCH = [
@@ -273,6 +275,18 @@ def test_long_questions_and_answers_do_not_widen_a_figure(examples: list[Example
     grid.draw_without_rendering()
     counted, said = [one.get_window_extent() for one in grid.axes[0].texts]
     assert counted.x1 < said.x0
+
+
+@pytest.mark.parametrize(
+    "text", ["这张照片里最左边的动物是什么颜色的，它旁边有几只狗？" * 3, "word " * 30, "x" * 99, "", "狗"]
+)
+def test_lines_are_as_wide_as_they_look(text: str) -> None:
+    for width, most in ((16, 3), (9, 1), (200, 2)):
+        lines = lines_of(text, width, most)
+        assert len(lines) <= most
+        assert all(cell_len(line) <= width for line in lines)
+        whole = "".join(text.split()) == "".join("".join(lines).split())
+        assert whole == (not lines or not lines[-1].endswith("…"))
 
 
 def test_figures_are_written_and_go_into_pages(document: dict[str, Any], tmp_path: Path) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.cells import cell_len
 
 from torino.errors import BadFile, BadParameter
 from torino.files import read_json
-from torino.plots.style import GREEN, INK, PAGE, RED, SOFT, new_figure, plain, styled, typeset
+from torino.plots.style import GREEN, INK, PAGE, RED, SOFT, lines_of, new_figure, plain, styled, typeset
 from torino.reduction import Reduction
 
 CELLS = "torino-cells/1"
@@ -54,7 +54,7 @@ def qualitative(examples: Sequence[Example]) -> Any:
     columns, rows = len(examples), len(headings) + 1
     side = min(1.75, (PAGE - 0.3) / columns)
     width = max(16, round(side * 19))
-    asked = [textwrap.wrap(plain(one.question), width, max_lines=3, placeholder=" …") for one in examples]
+    asked = [[plain(line) for line in lines_of(one.question, width, 3)] for one in examples]
     with styled():
         figure = new_figure(0.3 + side * columns, (side + 0.24) * rows + 0.2 + 0.15 * max(map(len, asked)))
         figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02, wspace=0.02, hspace=0.01)
@@ -104,12 +104,12 @@ def teaser(example: Example) -> Any:
             axes.annotate("", (1.135, 0.5), (1.015, 0.5), xycoords="axes fraction", annotation_clip=False,
                                   arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.1})  # fmt: skip
         asked, said, full = (
-            plain(textwrap.shorten(text, most, placeholder=" …"))
+            plain("".join(lines_of(text, most)))
             for text, most in ((example.question, 60), (example.shown[0].answer, 40), (example.answer, 80))
         )
         lines = f"“{asked}”   →   {said}"
         if full and example.answer != example.shown[0].answer:
-            lines += ("      " if len(lines) + len(full) < WIDE else "\n\n") + f"(all tokens: {full})"
+            lines += ("      " if cell_len(lines + full) < WIDE else "\n\n") + f"(all tokens: {full})"
         figure.supxlabel(f"\n{lines}", fontsize=9.5, color=INK, linespacing=0.6)
     return figure
 
@@ -189,7 +189,7 @@ def _under(axes: Any, tokens: str, answer: str, right: bool | None, width: int) 
         sign = {True: "✓ ", False: "✗ ", None: ""}[right]
         colour = {True: GREEN, False: RED, None: INK}[right]
         room = max(8, width - len(f"{tokens} tokens  "))
-        text = sign + plain(textwrap.shorten(answer, room, placeholder=" …"))
+        text = sign + plain("".join(lines_of(answer, room)))
         axes.annotate(text, (1, 0), (0, -4.5), xycoords="axes fraction", textcoords="offset points", ha="right",
                       va="top", fontsize=7.5, color=colour)  # fmt: skip
 

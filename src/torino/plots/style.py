@@ -119,6 +119,34 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
+def lines_of(text: str, width: int, most: int = 1) -> list[str]:
+    """A text in at most so many lines, each as wide as that many letters; an ellipsis tells where more was said.
+
+    Signs of Chinese, Japanese and Korean are as wide as two and a half letters of this type, and lines may end after
+    any of them.
+
+    Examples
+    --------
+    >>> lines_of("What is on the table?", 12, 2)
+    ['What is on', 'the table?']
+    >>> lines_of("桌子上有什么东西？", 10, 1)
+    ['桌子上 …']
+    """
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.text import Text
+
+    def cut(what: str, room: int) -> list[str]:
+        return [line.plain.rstrip() for line in Text(what).wrap(Console(), room)]
+
+    if cell_len(text) > len(text):  # a terminal's letters, which rich counts, are half as wide as such signs
+        width = max(4, width * 4 // 5)
+    lines = cut(" ".join(text.split()), width)
+    if len(lines) > most:
+        lines[most - 1 :] = [f"{cut(lines[most - 1], max(2, width - 2))[0]} …"]
+    return lines
+
+
 def typeset(label: str) -> str:
     """A label with the index of TORINO_FB set low."""
     named = re.sub(r"TORINO-([PM])_FB", r"TORINO_FB-\1", plain(label))
