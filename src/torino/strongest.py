@@ -248,14 +248,20 @@ def _candidate_scores(
 
 def pair_scores(x: Tensor, weight: Tensor, bias: Tensor, token: Tensor, latent: Tensor) -> Tensor:
     """The defining scores of pairs (token, latent): a float64 sum in an order that depends on D alone."""
-    scores = x.new_empty(len(token))
+    scores = x.new_empty(len(token), dtype=torch.float64)
     step = max(1, PAIRS // max(1, x.shape[1]))
     product, factor = (x.new_empty(min(step, len(token)), x.shape[1], dtype=torch.float64) for _ in range(2))
+    wide = x.double() if len(token) > len(x) and x.numel() <= 4 * WORKSPACE else None
     for start in range(0, len(token), step):
         t, j = token[start : start + step], latent[start : start + step]
-        terms = product[: len(t)].copy_(weight.index_select(0, j)).mul_(factor[: len(t)].copy_(x.index_select(0, t)))
-        scores[start : start + step] = (terms.sum(1) + bias[j].double()).float()
-    return scores
+        terms, other = product[: len(t)], factor[: len(t)]
+        terms.copy_(weight.index_select(0, j))
+        if wide is None:
+            other.copy_(x.index_select(0, t))
+        else:
+            torch.index_select(wide, 0, t, out=other)
+        torch.sum(terms.mul_(other), 1, out=scores[start : start + step])
+    return (scores + bias[latent]).float()
 
 
 def _best(columns: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

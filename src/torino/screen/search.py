@@ -249,6 +249,7 @@ class _Search:
                 self._settle()
                 if bool(self.lost.all()):
                     break
+        del buffer
         self._settle()
         self._settle(last=True)
         token, latent, _ = (torch.cat(parts) for parts in zip(*self.near, strict=True))
