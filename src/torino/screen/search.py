@@ -30,7 +30,7 @@ from torino.strongest import SILENT, input_rounding, merge, pair_scores, stronge
 ROWS = 576  # tokens a tile, an image of 24 × 24; each thread has a tile of its own
 LEAST = 64  # tokens a tile: each reads all of the weights
 TURNS = frozenset({1, 2, *(4**i for i in range(1, 16))})  # chunks after which likely pairs are multiplied
-PIECE = 1 << 13  # lanes that wait to be looked into; 1 MiB
+PIECE = 1 << 12  # lanes that are looked into at once; 0.5 MiB
 PATIENCE = 512  # survivors of a token, from which on the plain search is faster
 ROOM = 1 << 17  # survivors of a tile that may wait to be multiplied; 4 MiB
 SHIFT = LANE.bit_length() - 1
@@ -273,8 +273,10 @@ class _Search:
             if crowded:
                 left = ~self.lost[token]
                 lane, token = lane[left], token[left]
+            if sum(len(part[0]) for part in self.lanes) + len(token) > PIECE:
+                self._open()
             self.lanes.append((token, lane + here.start, scores[token, :, lane], need[token, lane]))
-            if crowded or sum(len(part[0]) for part in self.lanes) > PIECE:
+            if crowded:
                 self._open(crowded)
 
     def _open(self, crowded: bool = False) -> None:
