@@ -59,7 +59,8 @@ def table(run: Path, method: str) -> str:
         )
     headings = ["tokens", f"`{method}`", "place", "best other", "difference", "p", "next", "`torino-p`, `torino-m`"]
     lines = [headings, ["---:", "---:", "---:", "---", "---:", "---:", "---", "---:"]]
-    lines += [lead(tier, method) for tier in sorted(scores["tiers"], key=lambda tier: -tier["tokens"])]
+    there = [tier for tier in scores["tiers"] if any(row["method"] == method for row in tier["rows"])]
+    lines += [lead(tier, method) for tier in sorted(there, key=lambda tier: -tier["tokens"])]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

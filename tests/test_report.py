@@ -228,6 +228,28 @@ def test_each_method_is_compared_with_torino_m_of_its_tier(document: dict[str, A
     assert document["tiers"][3]["versus"] == "TORINO_FB-M"
 
 
+def test_a_report_of_some_tasks(finished: Path, tmp_path: Path) -> None:
+    run = open_run(finished)
+    whole, (first, *rest) = measure(run, draws=100), run.tasks
+    assert rest
+    assert whole["notes"] == []
+    part = measure(run.only([first]), draws=100)
+    assert [column["task"] for column in part["columns"]] == [first]
+    assert part["notes"] == [f"Left out, though the run has answers: {', '.join(rest)}."]
+    assert part["progress"]["whole"]
+    mine, all_ = row_of(part, "64", "PruneSID"), row_of(whole, "64", "PruneSID")
+    assert mine["relative"]["value"] == pytest.approx(all_["relative"]["ratios"][first])
+    assert mine["scores"] == {first: all_["scores"][first]}
+    assert open_run(finished).tasks == run.tasks
+    copy = shutil.copytree(finished, tmp_path / "run")
+    words = ["report", str(copy), "--draws", "100", "--no-figures", "--tasks"]
+    told = CliRunner().invoke(app(), [*words, first])
+    assert told.exit_code == 0, told.output
+    assert "Left out" in (copy / "report" / "report.md").read_text()
+    for wrong, sentence in (("nothing", "no task 'nothing'"), ("", "at least one task")):
+        assert sentence in str(CliRunner().invoke(app(), [*words, wrong]).exception)
+
+
 def test_versus_takes_a_method_or_a_setting_and_refuses_others(finished: Path) -> None:
     run = open_run(finished)
     named = measure(run, draws=100, versus="visionzip")

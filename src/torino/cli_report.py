@@ -18,7 +18,8 @@ errors = Console(stderr=True)
 
 REPORT_EPILOG = (
     "Examples: [cyan]torino report runs/llava[/] · [cyan]torino report runs/llava --against paper -o report[/] · "
-    "[cyan]torino report runs/llava --against paper:llava-1.5-13b-x64 --versus visionzip --by image[/]"
+    "[cyan]torino report runs/llava --against paper:llava-1.5-13b-x64 --versus visionzip --by image[/] · "
+    "[cyan]torino report runs/llava --tasks GQA,POPE -o two[/]"
 )
 PLOT_EPILOG = (
     "Examples: [cyan]torino plot runs/llava -o figures[/] · "
@@ -49,6 +50,9 @@ def report(
     versus: Annotated[
         str | None, typer.Option(help="Method or setting that all are compared with; by default TORINO-M of the tier.")
     ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks to report, separated by commas; by default all of the run.")
+    ] = None,
     baseline_of: Annotated[
         Path | None, typer.Option(help="Another run over the same data whose full-token answers are the baseline.")
     ] = None,
@@ -72,6 +76,8 @@ def report(
     from torino.evaluate.tables import choose_tables
 
     opened = open_run(run)
+    if tasks is not None:
+        opened = opened.only(split_words(tasks))
     with errors.status("Scoring …"):
         document = document_of(
             opened,

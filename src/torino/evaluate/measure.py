@@ -350,7 +350,7 @@ def _document(run: Run, rows: list[dict[str, Any]], answers: Answers) -> Documen
         "name": run.folder.resolve().name,
         "run": facts,
         "scored": True,
-        "notes": [],
+        "notes": [f"Left out, though the run has answers: {', '.join(run.left_out)}."] if run.left_out else [],
         "answers": {"rows": sum(map(len, answers.values())), "bytes": _size(run)},
         "progress": _progress(run, answers),
         "columns": columns,

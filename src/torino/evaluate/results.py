@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from torino.errors import BadFile
+from torino.errors import BadFile, BadParameter
 from torino.evaluate.judging import Grader
 from torino.evaluate.records import read_records
 from torino.evaluate.scoring import Score
@@ -33,17 +33,31 @@ class Run:
         What ``run.json`` says: model, tasks, versions, hardware, arguments.
     settings : dict of id to Setting
         All that were planned so far, baseline first.
+    left_out : list of str
+        Tasks that it has answers of, and that are not looked at.
     """
 
     folder: Path
     facts: dict[str, Any]
     settings: dict[str, Setting]
+    left_out: list[str] = field(default_factory=list[str])
     _rows: list[dict[str, Any]] | None = field(default=None, repr=False)
 
     @property
     def tasks(self) -> list[str]:
         """Names of the tasks, in order."""
         return [str(task["task"]) for task in self.facts["tasks"]]
+
+    def only(self, tasks: Sequence[str]) -> Run:
+        """The same run with some of its tasks, in its own order; on disk nothing changes."""
+        for name in tasks:
+            if name not in self.tasks:
+                raise BadParameter(f"This run has no task {name!r}. It has {', '.join(self.tasks)}.")
+        if not tasks:
+            raise BadParameter(f"Name at least one task of {', '.join(self.tasks)}.")
+        facts = {**self.facts, "tasks": [task for task in self.facts["tasks"] if task["task"] in tasks]}
+        rows = [row for row in self.rows() if row["task"] in tasks]
+        return Run(self.folder, facts, self.settings, [name for name in self.tasks if name not in tasks], rows)
 
     def files(self) -> list[Path]:
         """The files of answers, one for each part of the work."""
