@@ -385,6 +385,12 @@ def test_a_model_that_raises_on_one_sample(
     assert len(failed) == 1
     assert failed[0]["error"] == "RuntimeError: no luck"
     assert len(list(run.rows())) == 3 * 4
+    size = (tmp_path / "run/answers/1of1.jsonl").stat().st_size
+    go(tmp_path / "run", [task(tmp_path, images=2)], vlm, sae, plan=plan)
+    assert (tmp_path / "run/answers/1of1.jsonl").stat().st_size == size  # a failure stands for its answer
+    mended = go(tmp_path / "run", [task(tmp_path, images=2)], vlm, sae, plan=plan, retry=True)
+    assert len((tmp_path / "run/answers/1of1.jsonl").read_text(encoding="utf-8").splitlines()) == 3 * 4 + 1
+    assert table(mended.folder) == table(go(tmp_path / "new", [task(tmp_path, images=2)], vlm, sae, plan=plan).folder)
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:

@@ -67,6 +67,9 @@ def evaluate(
     ] = None,
     shard: Annotated[str, typer.Option(help="i/n: do the i-th of n parts of the work.")] = "1/1",
     on_error: Annotated[str, typer.Option(help="skip: note a failing sample and go on; stop.")] = "skip",
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Ask what failed earlier again, as after a full memory.")
+    ] = False,
     keep: Annotated[
         int, typer.Option(help="Pictures of each task kept with their reductions, for torino plot.", min=0)
     ] = 0,
@@ -151,6 +154,7 @@ def evaluate(
                 lengths=None if max_new_tokens is None else {task.name: max_new_tokens for task in found},
                 shard=part,
                 on_error=cast(Literal["skip", "stop"], on_error),
+                retry=retry,
                 asking=asking,
                 keep=keep,
                 arguments={
@@ -175,7 +179,8 @@ def _tell_failures(run: Run) -> None:
         from torino.evaluate.results import PROBLEMS
 
         why, times = failed.most_common(1)[0]
-        told = f"{failed.total():,} answers failed, see {run.folder / PROBLEMS}. {times:,} of them: {why}"
+        told = f"{failed.total():,} answers failed, see {run.folder / PROBLEMS}. {times:,} of them: {why} "
+        told += "The same command with --retry asks them again."
         errors.print(escape(told), style="yellow", highlight=False, soft_wrap=True)
 
 

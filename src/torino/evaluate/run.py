@@ -116,6 +116,7 @@ def evaluate(
     lengths: Mapping[str, int] | None = None,
     shard: tuple[int, int] = (0, 1),
     on_error: OnError = "skip",
+    retry: bool = False,
     asking: ClipText | None = None,
     keep: int = 0,
     arguments: Mapping[str, Any] | None = None,
@@ -144,6 +145,8 @@ def evaluate(
         Longest answer by task, in tokens.
     shard : (int, int)
         Which part of the work this process does, from 0, and of how many.
+    retry : bool
+        Whether what failed earlier is asked again; else a failure stands for its answer.
     keep : int
         Pictures of each task that are kept with their Reductions, for figures.
     arguments : mapping, optional
@@ -196,7 +199,7 @@ def evaluate(
         "arguments": dict(arguments or {}),
     }
     _begin(folder, facts)
-    worker = _Worker(folder, model, processor, tasks, saes, facts, part, parts, on_error, asking, keep, progress)
+    worker = _Worker(folder, model, processor, tasks, saes, facts, part, parts, on_error, retry, asking, keep, progress)
     worker.phase("first answers", first)
     if plan.dynamic and plan.matched:
         later = folder / SETTINGS
@@ -229,6 +232,7 @@ class _Worker:
         part: int,
         parts: int,
         on_error: OnError,
+        retry: bool,
         asking: ClipText | None,
         keep: int,
         progress: Callable[[str, int, int], None] | None,
@@ -236,7 +240,7 @@ class _Worker:
         self.folder, self.model, self.processor, self.tasks, self.saes = folder, model, processor, tasks, saes
         self.facts, self.part, self.parts = facts, part, parts
         self.on_error: OnError = on_error
-        self.asking, self.progress = asking, progress
+        self.retry, self.asking, self.progress = retry, asking, progress
         self.kept = {group[1][0].image.key for task in tasks for group in list(_pictures(task))[:keep]}
         self.lengths = {str(task["task"]): int(task["max_new_tokens"]) for task in facts["tasks"]}
 
@@ -245,7 +249,7 @@ class _Worker:
         records = Records(self.folder / ANSWERS / f"{self.part + 1}of{self.parts}.jsonl")
         problems = Records(self.folder / PROBLEMS / f"{self.part + 1}of{self.parts}.jsonl")
         try:
-            done = self._done()
+            done = self._done(failures=not self.retry)
             ids = {setting.id for setting in settings}
             groups = [group for task in self.tasks for group in _pictures(task) if self._mine(group[1][0])]
             total = sum(len(samples) for _, samples in groups) * len(ids)
@@ -295,9 +299,10 @@ class _Worker:
         wanted = ((task.name, one.index, setting.id) for task in self.tasks for one in task for setting in settings)
         return sum(key not in done for key in wanted)
 
-    def _done(self) -> set[tuple[str, str, str]]:
+    def _done(self, failures: bool = True) -> set[tuple[str, str, str]]:
         files = sorted((self.folder / ANSWERS).glob("*.jsonl"))
-        return {(str(row["task"]), str(row["index"]), str(row["setting"])) for row in read_records(files)}
+        rows = (row for row in read_records(files) if failures or "error" not in row)
+        return {(str(row["task"]), str(row["index"]), str(row["setting"])) for row in rows}
 
     def _mine(self, sample: Sample) -> bool:
         return int.from_bytes(blake2b(sample.images[0].key.encode(), digest_size=8).digest()) % self.parts == self.part
