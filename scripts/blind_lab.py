@@ -1,9 +1,12 @@
 """What the lab's model gets right by looking: its scores beside those without the picture, and of one answer for all.
 
 Each benchmark is asked three times with all tokens: about its own pictures, about a grey one, and about the picture of
-another question. The fourth column is the score of the one answer that pays best, without a model; the last one the
-share of questions answered rightly about their own pictures. A task whose first column does not clearly lead measures
-nothing, and has no place in a table.
+another question. The fourth column is the score of the one answer that pays best, without a model; then comes the share
+of questions answered rightly about their own pictures. A task that the model has not learned measures nothing, and has
+no place in a table. It counts as *learned* where looking adds at least five points to the share of right answers: the
+lower end of the 95 % interval of the difference between its own picture and another's (pictures drawn anew), and the
+difference to the one answer that is most often right. The last column tells; it is to be read before any method is
+scored.
 
 Examples
 --------
@@ -28,6 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from PIL import Image
@@ -39,11 +43,10 @@ from torino.evaluate.run import Plan, evaluate
 from torino.evaluate.samples import REFERENCE
 from torino.evaluate.tasks import Task, open_task
 from torino.files import write_json, write_whole
-from torino.lab.model import lab_folder
 from torino.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-RIGHT = "its picture, right"
+LEARNED, DRAWS = 5.0, 10_000
 GREY = (124, 116, 104)  # the mean colour of the tower's training pictures
 csv.field_size_limit(1 << 30)
 
@@ -86,17 +89,40 @@ def best_guess(task: Task) -> float:
     return max(task.score(one).value for one in rows)
 
 
-def right(task: Task, rows: Iterable[Mapping[str, Any]]) -> float:
-    """The share of questions answered rightly: F1 of yes is high where all is yes, and this is not."""
-    values = list(task.score(list(rows)).per_sample.values())
-    return 100 * sum(values) / len(values) if values else float("nan")
+def rights(task: Task, rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """How right each answer is, in per cent: F1 of yes is high where all is yes, and the mean of these is not."""
+    return {index: 100 * value for index, value in task.score(list(rows)).per_sample.items()}
+
+
+def mean(values: Mapping[str, float]) -> float:
+    """Of all questions."""
+    return sum(values.values()) / len(values) if values else float("nan")
+
+
+def most_right(task: Task) -> float:
+    """The largest share of questions that one answer for all has right."""
+    said = {text for sample in task for text in sample.answers} | {"yes", "no", *"ABCD"}
+    return max(mean(rights(task, [{"index": one.index, "prediction": text} for one in task])) for text in said)
+
+
+def gained(task: Task, own: Mapping[str, float], other: Mapping[str, float]) -> tuple[float, float]:
+    """The 95 % interval of what its own picture adds to the share of right answers, pictures drawn anew."""
+    where = {sample.index: sample.image.key for sample in task}
+    pictures = {key: number for number, key in enumerate(dict.fromkeys(where.values()))}
+    apart, count = np.zeros(len(pictures)), np.zeros(len(pictures))
+    for index in own.keys() & other.keys():
+        apart[pictures[where[index]]] += own[index] - other[index]
+        count[pictures[where[index]]] += 1
+    drawn = np.random.default_rng(0).integers(0, len(pictures), (DRAWS, len(pictures)))
+    low, high = np.quantile(apart[drawn].sum(1) / np.maximum(count[drawn].sum(1), 1), (0.025, 0.975))
+    return float(low), float(high)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", type=Path, default=ROOT / "build/lab/benchmarks", help="folder of the benchmarks")
-    add("--model", type=Path, help="folder of the model; by default the lab's")
+    add("--model", default="lab", help="as torino eval takes it (default: %(default)s)")
     add("--work", type=Path, default=ROOT / "build/lab/blind", help="folder for the altered files and the runs")
     add("--limit", type=int, help="questions of each task")
     add("--run", type=Path, help="run of torino eval over the same files, whose answers with all tokens are taken")
@@ -115,49 +141,56 @@ def main() -> None:
         for name in names:
             if not (folder / f"{name}.tsv").is_file():
                 rewrite(args.data / f"{name}.tsv", folder / f"{name}.tsv", swap)
-    model, processor = open_vlm(args.model or lab_folder())
+    model, processor = open_vlm(args.model)
     scores: dict[str, dict[str, float]] = {name: {} for name in names}
+    share: dict[tuple[str, str], dict[str, float]] = {}
+    tasks: list[Task] = []
     for how, folder in folders.items():
         tasks = [open_task(name, folder) for name in names]
         tasks = tasks if args.limit is None else [task.take(args.limit, seed=0) for task in tasks]
-        if how == "its picture" and known is not None:
-            for task in tasks:
-                given = {sample.index for sample in task}
-                rows = [row for row in known.rows(task.name, "full") if row["index"] in given]
-                scores[task.name] = {
-                    how: task.score(rows).value,
-                    "one answer": best_guess(task),
-                    RIGHT: right(task, rows),
-                }
-            continue
-        run = evaluate(
-            args.work / f"run-{'own' if how == 'its picture' else folder.name}",
-            model=model,
-            processor=processor,
-            tasks=tasks,
-            plan=Plan([], dynamic=(), fixed=()),
-            saes={},
-            limit=args.limit,
-            shard=(part - 1, parts),
-            lengths=dict.fromkeys(names, 24),
-            progress=lambda _, done, of, how=how: print(f"\r{how}: {done}/{of} ", end="", file=sys.stderr, flush=True),
-        )
-        print(file=sys.stderr)
+        run = known
+        if how != "its picture" or known is None:
+            run = evaluate(
+                args.work / f"run-{'own' if how == 'its picture' else folder.name}",
+                model=model,
+                processor=processor,
+                tasks=tasks,
+                plan=Plan([], dynamic=(), fixed=()),
+                saes={},
+                limit=args.limit,
+                shard=(part - 1, parts),
+                lengths=dict.fromkeys(names, 24),
+                progress=lambda _, n, of, how=how: print(f"\r{how}: {n}/{of} ", end="", file=sys.stderr, flush=True),
+            )
+            print(file=sys.stderr)
+        assert run is not None
         for task in tasks:
-            scores[task.name][how] = task.score(run.rows(task.name, "full")).value
-            if how == "its picture":
-                scores[task.name]["one answer"] = best_guess(task)
-                scores[task.name][RIGHT] = right(task, run.rows(task.name, "full"))
+            given = {sample.index for sample in task}
+            rows = [row for row in run.rows(task.name, "full") if row["index"] in given]
+            scores[task.name][how] = task.score(rows).value
+            share[task.name, how] = rights(task, rows)
     if parts > 1:
         return
-    order = [*folders, "one answer", RIGHT]
-    print(f"| task | {' | '.join(order)} |\n| --- |{' ---: |' * len(order)}")
-    for name in names:
-        print(f"| {name} | {' | '.join(f'{scores[name][how]:.1f}' for how in order)} |")
+    told: dict[str, Any] = {}
+    order = [*folders, "one answer"]
+    heads = [*order, "its picture, right", "another's, right", "one answer, right", "looking adds", "learned"]
+    print(f"| task | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}")
+    for task in tasks:
+        name, own, other = task.name, share[task.name, "its picture"], share[task.name, "another's"]
+        scores[name]["one answer"], guess = best_guess(task), most_right(task)
+        low, high = gained(task, own, other)
+        learned = low >= LEARNED and mean(own) - guess >= LEARNED
+        cells = [f"{scores[name][how]:.1f}" for how in order] + [f"{x:.1f}" for x in (mean(own), mean(other), guess)]
+        print(f"| {name} | {' | '.join(cells)} | [{low:.1f}, {high:.1f}] | {'yes' if learned else '**no**'} |")
+        told[name] = scores[name] | {
+            "right": {how: mean(share[name, how]) for how in folders} | {"one answer": guess},
+            "looking adds": [low, high],
+            "learned": learned,
+        }
     versions = {"torino": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     date = datetime.now(UTC).date().isoformat()
-    told = {"scores": scores, "versions": {"python": platform.python_version(), **versions}, "date": date}
-    write_json(args.work / "blind.json", told)
+    versions = {"python": platform.python_version(), **versions}
+    write_json(args.work / "blind.json", {"scores": told, "versions": versions, "date": date})
 
 
 if __name__ == "__main__":

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from torino.files import read_json, read_safetensors
 
 PATCHES, WIDTH = 576, 384
 
@@ -58,6 +62,22 @@ class Reader(nn.Module):
             states = one_layer(layer, states, start, mask, turn)
         # nobody reads what the last layer would make of the picture
         return core.norm(one_layer(core.layers[-1], states, start, mask, turn, text_alone=True))
+
+
+def read_reader(folder: Path) -> tuple[Reader, dict[str, Any]]:
+    """What the stage save of ``train_lab.py`` wrote, ready to read; and its sizes, block and step."""
+    facts = read_json(folder / "reader.json")
+    sizes = facts["language"]
+    args = argparse.Namespace(width=sizes["hidden_size"], layers=sizes["num_hidden_layers"])
+    reader = Reader(sizes["vocab_size"], args)
+    given, _ = read_safetensors(folder / "reader.safetensors")
+    state = {"mean": reader.mean, "deviation": reader.deviation}  # which are part of the first layer
+    for name, value in given.items():
+        inner = name.removeprefix("multi_modal_projector.")
+        state[inner if inner != name else f"llama.model.{name.removeprefix('language_model.')}"] = value.float()
+    state["llama.lm_head.weight"] = state["llama.model.embed_tokens.weight"]
+    reader.load_state_dict(state)
+    return reader.eval(), facts
 
 
 def one_layer(

@@ -3,16 +3,19 @@ r"""Try reducers on the lab's reader, quickly: all questions about a picture in 
 The pictures are made of dev photos. For choosing, not for reporting: an answer counts where the model would write each
 of its tokens after the right ones before, and beside it stands the surprise, how many nats the right answer costs,
 which moves with less noise. Questions come in three families, about whole photos, about cells of collages, about
-small and drawn things; what the model has not learned is left out. Means are over questions, then over families; ±
-is half of a 95 % interval of the difference to ``--against``, pictures drawn anew together for both. What is reported
-as a result comes from ``torino eval``.
+small and drawn things; what the lab's model has not learned is left out. Means are over questions, then over
+families; ± is half of a 95 % interval of the difference to ``--against``, pictures drawn anew together for both. What
+is reported as a result comes from ``torino eval``. The tower looks at the pictures once; what it saw is kept in
+``--work``.
 
 Examples
 --------
 ::
 
-    python scripts/try_reducers.py --work build/lab --budgets 192,64 divprune torino-x 'torino-x(form="prune")'
-    python scripts/try_reducers.py --work build/lab 'torino-m(k=2, delta=2)' 'torino-x(least=0.3)' --output try.json
+    python scripts/try_reducers.py --photos dev.parquet --budgets 192,64 divprune torino-x 'torino-x(form="prune")'
+    python scripts/try_reducers.py --photos dev.parquet 'torino-m(k=2, delta=2)' 'torino-x(least=0.3)' --output try.json
+    python scripts/try_reducers.py --photos dev.parquet --budgets 64 torino-x 'torino-x(pooled=True)' --fit 40
+    python scripts/try_reducers.py --photos dev.parquet --work build/lab2 --model build/lab2/model torino-x
 """
 
 from __future__ import annotations
@@ -22,21 +25,25 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from lab_reader import Reader
+from lab_reader import read_reader
 from tokenizers import Tokenizer
-from train_lab import Judged, judge, make_tokenizer, questions, shards
+from train_lab import Judged, judge, look, questions, shards
 
-from torino import SAE, RawEmbedding, VisualTokens, make
+from torino import SAE, RawEmbedding, VisualTokens, calibrate_cover, make
 from torino.errors import TorinoError
 from torino.evaluate.settings import takes
 from torino.files import write_json
+from torino.lab.corpus import Corpus, read_photos
+from torino.lab.model import SHIPPED
 from torino.options import POSITIONS
 from torino.reducers import Reducer
+from torino.reducers.torino_x import TorinoX
 from torino.reduction import Reduction
 from torino.vlm.host import place
 
@@ -49,6 +56,7 @@ FAMILIES = {
 }
 FAMILY = {kind: family for family, kinds in FAMILIES.items() for kind in kinds.split()}
 DRAWS = 1000
+FITTED = " fitted"
 
 
 class Bench:
@@ -56,25 +64,34 @@ class Bench:
 
     Parameters
     ----------
+    model : Path
+        Folder that the stage save of ``scripts/train_lab.py`` wrote, or what ships with torino.
+    photos : Path
+        Photos with captions, not trained on; read where ``work`` lacks pictures.
     work : Path
-        Folder of ``scripts/train_lab.py``, with dev features of its stage check.
-    pictures : int
-    width, layers : int
-        Of the reader.
+        Folder for what the tower saw, the one of ``scripts/train_lab.py`` or another.
+    pictures, more : int
+        To be asked about, and further ones that lengths are fitted on.
     """
 
-    def __init__(self, work: Path, pictures: int, width: int = 256, layers: int = 6) -> None:
-        args = argparse.Namespace(work=work, vocabulary=0, width=width, layers=layers)
-        self.tokenizer: Tokenizer = make_tokenizer(args)
-        self.model = Reader(self.tokenizer.get_vocab_size(), args).eval()
-        held = torch.load(work / "checkpoint.pt", weights_only=True)
-        self.model.load_state_dict(held["model"])
-        self.step = int(held["step"])
+    def __init__(self, model: Path, photos: Path, work: Path, pictures: int, more: int = 0) -> None:
+        self.model, facts = read_reader(model)
+        self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self.step = int(facts["step"])
+        look(Corpus(read_photos([photos]), seed=1, length=pictures + more), work / "dev", int(facts["block"]))
         seen = [np.load(file, mmap_mode="r") for file in shards(work / "dev")]
-        self.pictures = [torch.from_numpy(np.array(one)).float() for part in seen for one in part][:pictures]
+        every = [torch.from_numpy(np.array(one)).float() for part in seen for one in part]
+        self.pictures, self.others = every[:pictures], every[pictures : pictures + more]
         self.images = [VisualTokens(one, (24, 24)) for one in self.pictures]
         self.asked = [sets[0] for sets in questions(work / "dev")][:pictures]
         self.asked = [[one for one in some if one["kind"] in FAMILY] for some in self.asked]
+
+    def fitted(self, reducer: TorinoX) -> TorinoX:
+        """The reducer with the threshold that leaves its budget on average, on pictures that nothing is asked about."""
+        assert reducer.budget is not None
+        others = [VisualTokens(one, (24, 24)) for one in self.others]
+        found = calibrate_cover(others, reducer.budget, reducer=reducer)
+        return replace(reducer, budget=None, least=round(found.least, 4))
 
     def run(self, plans: Sequence[Reduction] | None, original: bool = False) -> dict[str, Any]:
         """Ask all questions; right or wrong, and surprise, in one order for all."""
@@ -128,20 +145,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("specs", nargs="+", help="reducers; with --budgets those without a budget of their own get each of them")
-    add("--work", type=Path, required=True, help="folder of scripts/train_lab.py, with dev features of its stage check")
-    add("--sae", type=Path, default=ROOT / "src/torino/data/lab/sae", help="of those that read concepts; or 'raw'")
+    add("--photos", type=Path, required=True, help="photos with captions, not trained on: a parquet file")
+    add("--model", type=Path, default=SHIPPED, help="folder that scripts/train_lab.py saved to (default: what ships)")
+    add("--work", type=Path, default=ROOT / "build/lab", help="folder for what the tower saw (default: %(default)s)")
+    add("--sae", type=Path, help="of those that read concepts; or 'raw' (default: the model's own)")
     add("--levels", type=int, help="take only the first nested groups of a Matryoshka SAE, the coarse concepts")
     add("--budgets", default="", help="separated by commas")
     add("--against", help="spec that the others are compared with, budget by budget; by default the first")
     add("--positions", choices=POSITIONS, default="own", help="how what is left is numbered (default: %(default)s)")
     add("--pictures", type=int, default=300)
-    add("--width", type=int, default=256)
-    add("--layers", type=int, default=6)
+    add("--fit", type=int, default=0, help="torino-x also with lengths of its own, fitted on so many other pictures")
     add("--threads", type=int, default=2)
     add("--output", type=Path, help="JSON, added to; what is in it is not tried again")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    bench = Bench(args.work, args.pictures, args.width, args.layers)
+    args.sae = args.model / "sae" if args.sae is None else args.sae
+    bench = Bench(args.model, args.photos, args.work, args.pictures, args.fit)
     sae = RawEmbedding() if str(args.sae) == "raw" else SAE.load(args.sae, levels=args.levels)
     named = args.sae.name + (f", {args.levels} levels" if args.levels else "")
     held: dict[str, Any] = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
@@ -150,8 +169,12 @@ def main() -> None:
     for budget in budgets:
         first: dict[str, Any] | None = None
         specs = list(args.specs) if args.against is None else [args.against, *args.specs]
+        if args.fit and budget is not None:
+            specs += [f"{spec}{FITTED}" for spec in specs if spec.startswith("torino-x") and "pooled" not in spec]
         for spec in dict.fromkeys(["full", *specs] if budget == budgets[0] else specs):
-            reducer = None if spec == "full" else _made(spec, sae, budget)
+            reducer = None if spec == "full" else _made(spec.removesuffix(FITTED), sae, budget)
+            if spec.endswith(FITTED):
+                reducer = bench.fitted(cast(TorinoX, reducer))
             label = "full" if reducer is None else reducer.spec
             placed = place(args.positions, reducer)
             key = f"{label} @ {bench.step}, {args.pictures} pictures, {named}, {placed}"
