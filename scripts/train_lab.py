@@ -320,7 +320,9 @@ def train(args: argparse.Namespace) -> None:
         ]
         weight = torch.zeros(len(here) * MOST)
         for place, some in enumerate(here):
-            weight[place * MOST : place * MOST + len(some)] = torch.tensor([one[2] for one in some])
+            weight[place * MOST : place * MOST + len(some)] = torch.tensor(
+                [1.0 if step < args.alike else one[2] for one in some]
+            )
         pictures = torch.from_numpy(np.stack([arrays[where[n][0]][where[n][1]] for n in chosen])).float()
         text, positions, mask, target, segment = collate(rows, head.shape[1])
         for optimiser in optimisers:
@@ -492,6 +494,7 @@ def main() -> None:
     add("--room", type=int, default=340, help="tokens of questions and answers a picture (default: %(default)s)")
     add("--passes", type=int, default=3, help="over the pictures, of the stage align (default: %(default)s)")
     add("--steps", type=int, default=4500, help="of training (default: %(default)s)")
+    add("--alike", type=int, default=1157, help="first steps, in which no kind of question counts more (%(default)s)")
     add("--batch", type=int, default=4, help="pictures a step (default: %(default)s)")
     add("--rate", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of corpus, weights and order (default: %(default)s)")
