@@ -81,12 +81,24 @@ def moved(pictures: list[str]) -> list[str]:
     return pictures[turn:] + pictures[:turn]
 
 
+def guesses(task: Task) -> list[str]:
+    """Answers that may be given to all questions: the right ones, the most frequent first, and yes, no and letters.
+
+    Of a key of words, as MM-Vet's are, the first way to say each.
+    """
+    said = Counter(answer for sample in task for answer in {*sample.answers})
+    words = [" ".join(part.split("<OR>")[0] for part in text.split("<AND>")) for text, _ in said.most_common()]
+    return list(dict.fromkeys([*words, "yes", "no", *"ABCD"]))
+
+
+def always(task: Task, text: str) -> list[dict[str, str]]:
+    """One answer to all questions."""
+    return [{"index": sample.index, "prediction": text} for sample in task]
+
+
 def best_guess(task: Task) -> float:
     """The score of the one answer that pays best, always given."""
-    said = Counter(answer for sample in task for answer in {*sample.answers})
-    tried = [" ".join(part.split("<OR>")[0] for part in text.split("<AND>")) for text, _ in said.most_common(40)]
-    rows = [[{"index": sample.index, "prediction": text} for sample in task] for text in tried]
-    return max(task.score(one).value for one in rows)
+    return max(task.score(always(task, text)).value for text in guesses(task))
 
 
 def rights(task: Task, rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -101,8 +113,7 @@ def mean(values: Mapping[str, float]) -> float:
 
 def most_right(task: Task) -> float:
     """The largest share of questions that one answer for all has right."""
-    said = {text for sample in task for text in sample.answers} | {"yes", "no", *"ABCD"}
-    return max(mean(rights(task, [{"index": one.index, "prediction": text} for one in task])) for text in said)
+    return max(mean(rights(task, always(task, text))) for text in guesses(task))
 
 
 def gained(task: Task, own: Mapping[str, float], other: Mapping[str, float]) -> tuple[float, float]:

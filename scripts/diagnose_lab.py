@@ -139,6 +139,8 @@ def main() -> None:
     run = open_run(args.run)
     if not set(run.tasks) <= set(LAB_BENCHMARKS):
         raise SystemExit(f"{args.run} is not a run on the lab's benchmarks.")
+    if args.sae is None and run.facts.get("model") != "lab":
+        raise SystemExit(f"{args.run} was made with {run.facts.get('model')}: say which SAE it had, with --sae.")
     sae = lab_sae() if args.sae is None else SAE.load(args.sae)
     tower = lab_tower(sae.card.block if sae.card.block is not None else 7)
     samples = {(name, one.index): one for name, task in run.open_tasks().items() for one in task}

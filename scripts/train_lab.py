@@ -41,7 +41,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from torino.files import write_json, write_whole
+from torino.files import read_json, write_json, write_whole
 from torino.lab.corpus import Corpus, check_apart, read_photos
 from torino.lab.tower import BLOCK, lab_tower
 from torino.reduction import Reduction
@@ -69,8 +69,17 @@ def features(args: argparse.Namespace) -> None:
 def look(corpus: Corpus, work: Path, block: int) -> None:
     """Tokens of every picture at the tap block, (100, 576, 384) float16 a shard, and its questions beside it.
 
-    CLS tokens, which only an SAE is trained on, are kept in a folder of their own.
+    CLS tokens, which only an SAE is trained on, are kept in a folder of their own. A folder holds what one block saw of
+    one corpus; it is refused for another.
     """
+    this = {"block": block, "seed": corpus.seed, "photos": corpus.fingerprint}
+    told = work / "features" / "corpus.json"
+    if shards(work) and (not told.exists() or read_json(told) != this):
+        raise SystemExit(
+            f"{work / 'features'} holds what the tower saw of other pictures, or at another block, than {this}. Give "
+            "another --work, or delete that folder to have it made anew."
+        )
+    write_json(told, this)
     tower = lab_tower(block)
     begun, did = time.monotonic(), 0
     for start in range(0, len(corpus), SHARD):
@@ -82,7 +91,7 @@ def look(corpus: Corpus, work: Path, block: int) -> None:
             continue
         tokens = np.empty((len(numbers), PATCHES, WIDTH), dtype=np.float16)
         cls = np.empty((len(numbers), WIDTH), dtype=np.float16)
-        told: list[object] = []
+        asked: list[object] = []
         with ThreadPoolExecutor(1) as ahead:
             coming = [ahead.submit(corpus.turns, number, SETS) for number in numbers]
             for first in range(0, len(numbers), 4):
@@ -90,13 +99,13 @@ def look(corpus: Corpus, work: Path, block: int) -> None:
                 for place, seen in enumerate(tower.look([turns[0].image for turns in examples]), first):
                     assert seen.cls is not None
                     tokens[place], cls[place] = seen.patches.half().numpy(), seen.cls.half().numpy()
-                told += [
+                asked += [
                     {"name": turns[0].name, "sets": [[asdict(one) for one in turn.questions] for turn in turns]}
                     for turns in examples
                 ]
         write_whole(work / "cls" / file.name, lambda target, cls=cls: _save_array(target, cls))
         write_whole(file, lambda target, tokens=tokens: _save_array(target, tokens))
-        write_json(file.with_suffix(".json"), {"pictures": told})
+        write_json(file.with_suffix(".json"), {"pictures": asked})
         did += len(numbers)
         left = (len(corpus) - numbers.stop) * (time.monotonic() - begun) / did
         say(f"\rfeatures {numbers.stop}/{len(corpus)}, {left / 60:.0f} minutes left ", end="")
@@ -471,7 +480,10 @@ def save(args: argparse.Namespace) -> None:
     write_whole(args.output / "reader.safetensors", lambda target: save_file(state, target))
     write_whole(args.output / "tokenizer.json", lambda target: tokenizer.save(str(target)))
     language = llama_config(tokenizer.get_vocab_size(), args).to_diff_dict()
-    write_json(args.output / "reader.json", {"block": args.block, "step": held["step"], "language": language})
+    write_json(
+        args.output / "reader.json",
+        {"block": args.block, "seed": args.seed, "step": held["step"], "language": language},
+    )
     say(
         f"saved {sum(v.numel() for v in state.values()) / 1e6:.2f} M parameters of step {held['step']} to {args.output}"
     )

@@ -4,7 +4,7 @@ The pictures are made of dev photos. For choosing, not for reporting: an answer 
 of its tokens after the right ones before, and beside it stands the surprise, how many nats the right answer costs,
 which moves with less noise. Questions come in three families, about whole photos, about cells of collages, about
 small and drawn things; what the lab's model has not learned is left out. Means are over questions, then over
-families; ± is half of a 95 % interval of the difference to ``--against``, pictures drawn anew together for both. What
+families; then comes the difference to ``--against`` with its 95 % interval, pictures drawn anew together for both. What
 is reported as a result comes from ``torino eval``. The tower looks at the pictures once; what it saw is kept in
 ``--work``.
 
@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,7 +79,9 @@ class Bench:
         self.model, facts = read_reader(model)
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.step = int(facts["step"])
-        look(Corpus(read_photos([photos]), seed=1, length=pictures + more), work / "dev", int(facts["block"]))
+        corpus = Corpus(read_photos([photos]), seed=int(facts.get("seed", 0)) + 1, length=pictures + more)
+        look(corpus, work / "dev", int(facts["block"]))
+        self.fingerprint = f"{_hash(model / 'reader.safetensors')} on {corpus.fingerprint}"
         seen = [np.load(file, mmap_mode="r") for file in shards(work / "dev")]
         every = [torch.from_numpy(np.array(one)).float() for part in seen for one in part]
         self.pictures, self.others = every[:pictures], every[pictures : pictures + more]
@@ -91,7 +94,7 @@ class Bench:
         assert reducer.budget is not None
         others = [VisualTokens(one, (24, 24)) for one in self.others]
         found = calibrate_cover(others, reducer.budget, reducer=reducer)
-        return replace(reducer, budget=None, least=round(found.least, 4))
+        return replace(reducer, budget=None, least=found.least)
 
     def run(self, plans: Sequence[Reduction] | None, original: bool = False) -> dict[str, Any]:
         """Ask all questions; right or wrong, and surprise, in one order for all."""
@@ -129,11 +132,11 @@ class Table:
         once = np.ones((1, len(self.picture)))
         right, surprise = np.array(one["right"], float), np.array(one["surprise"])
         by_family = self.means(surprise, once)[0]
-        apart = " " * 15
+        apart = " " * 23
         if first is not None and first is not one:
-            drawn = self.means(surprise - np.array(first["surprise"]), self.weight).mean(1)
-            low, high = np.quantile(drawn, (0.025, 0.975))
-            apart = f"{(low + high) / 2:+.3f} ± {(high - low) / 2:.3f} "
+            change = surprise - np.array(first["surprise"])
+            low, high = np.quantile(self.means(change, self.weight).mean(1), (0.025, 0.975))
+            apart = f"{self.means(change, once).mean():+.3f} [{low:+.3f}, {high:+.3f}]"
         parts = " ".join(f"{name} {value:.3f}" for name, value in zip(FAMILIES, by_family, strict=True))
         return (
             f"{one['tokens']:6.1f}  right {100 * self.means(right, once).mean():5.1f}  surprise {by_family.mean():.3f} "
@@ -158,11 +161,15 @@ def main() -> None:
     add("--threads", type=int, default=2)
     add("--output", type=Path, help="JSON, added to; what is in it is not tried again")
     args = parser.parse_args()
+    if args.fit and not args.budgets:
+        parser.error("--fit needs --budgets: lengths are fitted to them")
     torch.set_num_threads(args.threads)
     args.sae = args.model / "sae" if args.sae is None else args.sae
     bench = Bench(args.model, args.photos, args.work, args.pictures, args.fit)
     sae = RawEmbedding() if str(args.sae) == "raw" else SAE.load(args.sae, levels=args.levels)
-    named = args.sae.name + (f", {args.levels} levels" if args.levels else "")
+    named = f"{args.sae.name} {'' if str(args.sae) == 'raw' else sae_hash(args.sae)}" + (
+        f", {args.levels} levels" if args.levels else ""
+    )
     held: dict[str, Any] = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
     table = Table(bench)
     budgets = [int(one) for one in args.budgets.split(",") if one] or [None]
@@ -170,14 +177,17 @@ def main() -> None:
         first: dict[str, Any] | None = None
         specs = list(args.specs) if args.against is None else [args.against, *args.specs]
         if args.fit and budget is not None:
-            specs += [f"{spec}{FITTED}" for spec in specs if spec.startswith("torino-x") and "pooled" not in spec]
+            own = ("pooled=", "least=", "budget=")
+            specs += [
+                f"{spec}{FITTED}" for spec in specs if spec.startswith("torino-x") and not any(map(spec.count, own))
+            ]
         for spec in dict.fromkeys(["full", *specs] if budget == budgets[0] else specs):
             reducer = None if spec == "full" else _made(spec.removesuffix(FITTED), sae, budget)
             if spec.endswith(FITTED):
                 reducer = bench.fitted(cast(TorinoX, reducer))
             label = "full" if reducer is None else reducer.spec
             placed = place(args.positions, reducer)
-            key = f"{label} @ {bench.step}, {args.pictures} pictures, {named}, {placed}"
+            key = f"{label} @ {bench.step}, {args.pictures} pictures, {named}, {placed}, {bench.fingerprint}"
             if key not in held:
                 try:
                     plans = None if reducer is None else reducer.plan_batch(bench.images)
@@ -190,6 +200,15 @@ def main() -> None:
             if reducer is not None and first is None:
                 first = held[key]
             print(table.line(label, held[key], first), flush=True)
+
+
+def _hash(file: Path) -> str:
+    return blake2b(file.read_bytes(), digest_size=8).hexdigest()
+
+
+def sae_hash(folder: Path) -> str:
+    """Of the weights in a folder."""
+    return _hash(next(iter(sorted(folder.glob("*.safetensors")))) if folder.is_dir() else folder)
 
 
 def _made(spec: str, sae: SAE | RawEmbedding, budget: int | None) -> Reducer:

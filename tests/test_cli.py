@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from torino import Reduction, ReductionBatch, VisualTokens, load_tokens, save_tokens
+from torino import RawEmbedding, Reduction, ReductionBatch, VisualTokens, load_tokens, make, save_tokens
 from torino.cli import main
 from torino.example import example_folder, example_sae, example_tokens
 from torino.files import read_arrays
@@ -119,6 +119,31 @@ def test_calibrate() -> None:
 def test_calibrate_the_cover() -> None:
     said = " ".join(torino("calibrate", "--method", "torino-x", "--target", "100").split())
     assert re.search(r"torino-x\(least=0\.\d+\), 100\.0 tokens on average over 4 images", said)
+    given = "torino-x(concepts=2, evidence='even', budget=9)"
+    said = " ".join(torino("calibrate", "--method", given, "--target", "100").split())
+    (spec, mean) = re.findall(r"Nearest to 100: (torino-x\(.*?\)), ([\d.]+) tokens", said)[0]
+    made = make(spec, sae=example_sae())
+    assert made.spec == spec
+    assert float(made.plan_batch(example_tokens()).lengths.double().mean()) == pytest.approx(float(mean), abs=0.05)
+
+
+def test_reduce_shares_a_pooled_budget_among_all_images(tmp_path: Path) -> None:
+    rich, flat = torch.eye(8), torch.eye(8)[[0] * 8]
+    images = [VisualTokens(patches, (2, 4)) for patches in [flat] * 16 + [rich] * 4]
+    save_tokens(images, tmp_path / "tokens.npz")
+    said = torino(
+        "reduce",
+        tmp_path / "tokens.npz",
+        "--sae",
+        "raw",
+        "--method",
+        "torino-x(budget=2, pooled=True)",
+        "-o",
+        tmp_path / "out.npz",
+    )
+    assert "40 tokens" in said
+    wanted = make("torino-x(budget=2, pooled=True)", sae=RawEmbedding()).plan_batch(images)
+    assert torch.equal(ReductionBatch.load(tmp_path / "out.npz").lengths, wanted.lengths)
 
 
 def test_export_round_trip(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torino import SAE, BadParameter, RawEmbedding, Reduction, UnmetBudget, VisualTokens, make
+from torino.concepts import Remembering
 from torino.evaluate.settings import default_methods
 from torino.reducers.torino_steps import TorinoSteps
 from torino.testing import check_reducer
@@ -102,6 +103,19 @@ def test_patches_by_the_direction_of_their_concept() -> None:
     assert TorinoSteps(blind, 1, 1).sae is blind
     with pytest.raises(BadParameter, match="decoder=True"):
         TorinoSteps(blind, 1, 1, stand="decoder")
+
+
+def test_the_decoder_is_found_behind_a_memory_and_after_normalisation() -> None:
+    source = torch.Generator().manual_seed(0)
+    sae = SAE(torch.randn(12, 6, generator=source), W_dec=torch.randn(12, 6, generator=source), normalize="layer_norm")
+    tokens = VisualTokens(torch.randn(9, 6, generator=source), (3, 3))
+    plain = TorinoSteps(sae, 1, 1, stand="decoder").plan(tokens)
+    behind = TorinoSteps(Remembering(sae), 1, 1, stand="decoder").plan(tokens)
+    assert torch.equal(plain.weights, behind.weights)
+    louder = tokens.with_(patches=3 * tokens.patches + 1)  # the same to an SAE that normalises layers
+    assert torch.allclose(TorinoSteps(sae, 1, 1, stand="decoder").plan(louder).weights, plain.weights, atol=1e-4)
+    with pytest.raises(BadParameter, match="decoder=True"):
+        TorinoSteps(Remembering(SAE(sae.W_enc)), 1, 1, stand="decoder")
 
 
 def test_padding_with_what_is_missing() -> None:

@@ -63,10 +63,11 @@ def slow_cover(table: list[list[float]], weight: list[float], most: int, least: 
     while len(picked) < most:
         gain = {i: f([*picked, i]) - f(picked) for i in range(n) if i not in picked}
         top = max(gain.values())
-        if picked and top < least - TIE:
+        worth = top if top > TIE else 0.0
+        if picked and worth < least - TIE:
             break
         picked.append(min(i for i, value in gain.items() if value >= top - TIE))
-        gains.append(top)
+        gains.append(worth)
     return picked, gains
 
 
@@ -120,7 +121,8 @@ def test_the_ablation_takes_what_is_farthest(concepts: Concepts) -> None:
         lack = 1 - table[picked[:step]].max(0)
         lack[picked[:step]] = -1
         assert lack[picked[step]] >= lack.max() - 2 * TIE
-        assert gains[step] == pytest.approx(max(lack[picked[step]], 0), abs=1e-6)
+        assert gains[step] == pytest.approx(max(lack[picked[step]], 0), abs=2 * TIE)
+    assert (np.diff(gains[1:]) <= 0).all()
 
 
 def test_one_token_for_each_thing_then_nothing_more_to_cover() -> None:
@@ -163,8 +165,40 @@ def test_images_share_a_pooled_budget() -> None:
     plans = TorinoX(RAW, budget=4, pooled=True, concepts=1).plan_batch([rich, plain])
     assert plans.lengths.sum() == 8
     assert len(plans[0]) > len(plans[1]) >= 1
-    with pytest.raises(UnmetBudget, match="18 tokens"):
+    with pytest.raises(UnmetBudget, match="9 tokens an image: 2 images that share 18 have 16 patches"):
         TorinoX(RAW, budget=9, pooled=True, concepts=1).plan_batch([rich, plain])
+
+
+def test_equal_gains_of_a_pooled_budget_go_round() -> None:
+    flat = image(0, 0, 0, 0, 0, 0, 0)
+    assert TorinoX(RAW, budget=3, pooled=True, concepts=1).plan_batch([flat] * 3).lengths.tolist() == [3, 3, 3]
+
+
+def test_a_pooled_budget_for_images_of_different_size() -> None:
+    plans = TorinoX(RAW, budget=3, pooled=True, concepts=1).plan_batch([image(*range(6)), image(0, 1), image(2)])
+    assert plans.lengths.tolist() == [6, 2, 1]
+    alone = TorinoX(RAW, budget=3, concepts=1).plan(image(0, 0, 1, 0, 2, 1))
+    pooled = TorinoX(RAW, budget=3, pooled=True, concepts=1).plan(image(0, 0, 1, 0, 2, 1))
+    assert torch.equal(alone.anchor, pooled.anchor)
+
+
+def test_a_patch_that_overlaps_with_no_token_has_none() -> None:
+    plan = TorinoX(RAW, budget=2, concepts=1).plan(image(1, 0, 0, 2, 3, 3))
+    assert plan.assigned.tolist() == [-1, 0, 0, -1, 1, 1]
+    assert plan.sources.tolist() == [1, 2, 4, 5]
+    assert plan.concept.tolist() == [0, 3]
+    assert "It stands for 2 patches, 33 % of the image." in str(plan.explain(0)).replace("33%", "33 %")
+    # one is silent: its evidence is none, and the others have nothing in common with it
+    sae = SAE(torch.eye(2), kind="jumprelu", threshold=0.5)
+    tokens = VisualTokens(torch.tensor([[1.0, 0.0], [0.1, 0.0], [1.0, 0.0], [0.0, 2.0]]), (1, 4))
+    assert TorinoX(sae, budget=2, concepts=2).plan(tokens).assigned.tolist() == [0, -1, 0, 1]
+
+
+def test_the_concept_of_a_token_is_what_its_patches_share() -> None:
+    # the kept patch is loudest in latent 0, and what all three have is latent 1
+    patches = torch.tensor([[1.1, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.9, 0.4]])
+    plan = TorinoX(RAW, budget=1, concepts=3).plan(VisualTokens(patches, (1, 3)))
+    assert plan.concept.tolist() == [1]
 
 
 def test_merging_adds_what_a_token_stands_for_and_keeps_its_length() -> None:
@@ -177,7 +211,16 @@ def test_merging_adds_what_a_token_stands_for_and_keeps_its_length() -> None:
     assert torch.allclose(merged[1], patches[2])
 
 
-@pytest.mark.parametrize("given", [{}, {"budget": 5}, {"form": "prune", "budget": 7}, {"pick": "far", "least": 0.3}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"budget": 5},
+        {"form": "prune", "budget": 7},
+        {"pick": "far", "least": 0.3},
+        {"budget": 6, "pooled": True},
+    ],
+)
 @pytest.mark.parametrize("reader", ["raw", "sae"])
 def test_contract(given: dict[str, Any], reader: str) -> None:
     width = 24
@@ -191,19 +234,21 @@ def test_silent_patches_are_alike() -> None:
     assert overlaps_of(silent).tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
 
 
-def test_a_threshold_for_a_wanted_average() -> None:
+@pytest.mark.parametrize("pick", ["cover", "far"])
+@pytest.mark.parametrize("noise", [0.3, 1e-3, 1e-5])  # near-duplicates have gains within ties
+def test_a_threshold_for_a_wanted_average(pick: Any, noise: float) -> None:
     source = torch.Generator().manual_seed(0)
     images = [
         VisualTokens(torch.randn(6, 20, generator=source)[torch.randint(n, (36,), generator=source)], (6, 6))
         for n in (2, 4, 6)
     ]
-    images = [one.with_(patches=one.patches + 0.3 * torch.randn(36, 20, generator=source)) for one in images]
-    reducer = TorinoX(RAW, concepts=8)
+    images = [one.with_(patches=one.patches + noise * torch.randn(36, 20, generator=source)) for one in images]
+    reducer = TorinoX(RAW, concepts=8, pick=pick)
     for target in (1, 4, 9.5, 20, 36):
         found = calibrate_cover(images, target, reducer=reducer)
-        plans = TorinoX(RAW, concepts=8, least=found.least).plan_batch(images)
+        plans = TorinoX(RAW, concepts=8, pick=pick, least=found.least).plan_batch(images)
         assert plans.lengths.tolist() == found.counts.tolist()
-        assert abs(found.mean - target) < 0.4
+        assert abs(found.mean - target) < 0.4 or noise < 0.3
     with pytest.raises(BadParameter, match="at least 1 token"):
         calibrate_cover(images, 0, reducer=reducer)
 
@@ -213,7 +258,10 @@ def test_a_threshold_for_a_wanted_average() -> None:
     [
         ({"budget": 0}, "budget"),
         ({"concepts": 0}, "concepts"),
-        ({"least": -1.0}, "least must be a number of patches"),
+        ({"least": -1.0}, "least must be a finite number"),
+        ({"least": "0.5"}, "least must be a finite number"),
+        ({"least": True}, "least"),
+        ({"pooled": "no", "budget": 4}, "pooled must be True or False"),
         ({"least": float("nan")}, "least"),
         ({"pooled": True}, "pooled images share a budget"),
         ({"pick": "near"}, "pick"),
@@ -229,8 +277,8 @@ def test_bad_hyperparameters(given: dict[str, Any], said: str) -> None:
 
 
 def test_a_budget_beyond_the_patches() -> None:
-    with pytest.raises(UnmetBudget, match="cannot give 7 tokens"):
-        TorinoX(RAW, budget=7, concepts=1).plan(image(0, 1, 2))
+    with pytest.raises(UnmetBudget, match="cannot give 7 tokens for image 1, which has 3 patches"):
+        TorinoX(RAW, budget=7, concepts=1).plan_batch([image(*range(8)), image(0, 1, 2)])
 
 
 def test_its_tokens_keep_their_places() -> None:

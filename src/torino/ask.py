@@ -273,6 +273,11 @@ class KeepShare(Reducer):
         return self.inner.shares_views
 
     @property
+    def shares_batch(self) -> bool:
+        """Whether images that are planned together share a budget."""
+        return self.inner.shares_batch
+
+    @property
     def inside(self) -> bool:  # type: ignore[override]
         """Whether the reducer works inside a tower."""
         return self.inner.inside
@@ -287,10 +292,10 @@ class KeepShare(Reducer):
         return self.plan_batch([tokens])[0]
 
     def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
-        """Plan all images at once where they are of one size."""
-        if len({len(image) for image in images}) > 1:
+        """Plan all images at once where they are of one size, or share a budget."""
+        if len({len(image) for image in images}) > 1 and not self.shares_batch:
             return ReductionBatch.of([self.plan(image) for image in images])
-        budget = max(1, round(self.share * len(images[0])))
+        budget = max(1, round(self.share * sum(len(image) for image in images) / len(images)))
         return replace(cast(Any, self.inner), budget=budget).plan_batch(images)
 
     def plan_views(

@@ -153,15 +153,17 @@ def calibrate_cover(tokens: Sequence[VisualTokens], target: float, *, reducer: T
     tensor([3])
     """
     _check_target(target)
-    gains = [torch.from_numpy(one).double() for one in reducer.gains(tokens)]
-    # the first token of an image is always kept; below the gain of each other one there is a threshold to try
-    steps = torch.cat([one[1:] for one in gains]).unique().flip(0)
-    edges = torch.cat([steps.new_tensor([float("inf")]), steps])
-    middle = (edges[1:-1] + edges[2:]) / 2 + TIE  # which the walk allows for
+    gains = [torch.from_numpy(one[1:]).double() for one in reducer.gains(tokens)]  # the first token is always kept
+    falling = torch.cat(gains).sort(descending=True).values
+    # below the gain of each token there is a threshold to try; one above all of them, and none
+    steps = falling.unique().flip(0)
+    middle = (steps[:-1] + steps[1:]) / 2 + TIE  # which the walk allows for
     tries = torch.cat([steps[:1] + 1, middle, steps.new_zeros(1)])
-    counts = torch.stack([1 + (one[1:, None] >= tries - TIE).sum(0) for one in gains])
-    best = int((counts.double().mean(0) - target).abs().argmin())
-    return CoverCalibration(float(tries[best]), float(target), counts[:, best])
+    kept = torch.searchsorted(-falling, TIE - tries, right=True)  # gains of at least that
+    best = int((len(gains) + kept - target * len(gains)).abs().argmin())
+    least = float(tries[best])
+    counts = torch.tensor([1 + int((one >= least - TIE).sum()) for one in gains])
+    return CoverCalibration(least, float(target), counts)
 
 
 def _check_target(target: float) -> None:

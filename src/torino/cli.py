@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -183,8 +184,9 @@ def reduce(
     columns = (TextColumn("reducing"), BarColumn(), MofNCompleteColumn(), TextColumn("images"), TimeRemainingColumn())
     with Progress(*columns, console=errors, transient=True, disable=len(images) <= BATCH) as progress:
         task = progress.add_task("", total=len(images))
-        for start in range(0, len(images), BATCH):
-            part = images[start : start + BATCH]
+        together = len(images) if reducer.shares_batch else BATCH
+        for start in range(0, len(images), together):
+            part = images[start : start + together]
             try:
                 plans.extend(reducer.plan_batch(part))
             except UnmetBudget as error:  # which counts the images of its own batch
@@ -251,10 +253,12 @@ def calibrate(
     made = make(method, sae=reader)
     if isinstance(made, TorinoX):
         cut = calibrate_cover(images, target, reducer=made)
+        made = replace(made, budget=None, pooled=False, least=float(f"{cut.least:.8g}"))
         low, high = int(cut.counts.min()), int(cut.counts.max())
         out.print(
-            f"Nearest to {target:g}: torino-x(least={cut.least:.6g}), {cut.mean:.1f} tokens on average over "
-            f"{len(images)} images, {low} to {high}."
+            f"Nearest to {target:g}: {escape(made.spec)}, {cut.mean:.1f} tokens on average over "
+            f"{len(images)} images, {low} to {high}.",
+            highlight=False,
         )
         return
     found = search(images, target, sae=reader, max_k=max_k)

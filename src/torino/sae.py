@@ -210,6 +210,12 @@ class SAE(nn.Module):
         with torch.autocast(z.device.type, enabled=False):
             return z @ self._decoder() + self.b_dec
 
+    def along(self, x: Tensor, latent: int) -> Tensor:
+        """How far tokens (..., D) go along the decoder's direction of a latent, in the space after ``normalize``."""
+        with torch.autocast(x.device.type, enabled=False):
+            v, _, _ = self._enter(x)
+            return (v if self.center else v - self.b_dec) @ self._decoder()[latent]
+
     def reconstruct(self, x: Tensor) -> Tensor:
         """Encode, decode and undo the normalisation: the SAE's picture of ``x``, shape (..., D)."""
         _, shift, scale = self._enter(x)

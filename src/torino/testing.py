@@ -64,10 +64,10 @@ def sample_signal(name: str, n: int, width: int, source: torch.Generator, heads:
 def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None) -> None:
     """Raise AssertionError, in words, if a reducer breaks what torino expects of any method.
 
-    It must honour its budget, give well-formed rows in the order it says, plan each image independently of
-    its neighbours and of the batch, give the same plan twice, leave its input and the global random state
-    alone, take half precision, and be rebuilt by its own spec. One that works inside a tower is put through
-    :func:`pretend_tower`, and must say in a sentence that it cannot plan finished tokens.
+    It must honour its budget, give well-formed rows in the order it says, plan each image independently of its
+    neighbours and of the batch (or, if images share its budget, leave it on average), give the same plan twice, leave
+    its input and the global random state alone, take half precision, and be rebuilt by its own spec. One that works
+    inside a tower is put through :func:`pretend_tower`, and must say in a sentence that it cannot plan finished tokens.
 
     Parameters
     ----------
@@ -98,7 +98,10 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
         _expect(same_plan(again, plan), reducer, "gave two plans for the same image")
     if inside is not None:
         _expect(_refuses(reducer, images[0]), reducer, "works inside towers and planned finished tokens")
-    for batch in (images, images[::-1]) if inside is None else ():
+    if reducer.shares_batch:
+        together, budget = reducer.plan_batch(images), getattr(reducer, "budget", 0)
+        _expect(int(together.lengths.sum()) == budget * len(images), reducer, "left other than its budget on average")
+    for batch in (images, images[::-1]) if inside is None and not reducer.shares_batch else ():
         alone = plans if batch is images else plans[::-1]
         for together, plan in zip(reducer.plan_batch(batch), alone, strict=True):
             _expect(same_plan(together, plan), reducer, "planned an image differently in a batch")

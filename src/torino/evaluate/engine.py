@@ -163,6 +163,11 @@ class Engine:
                     f"{setting} chooses patches by the question, and nothing here reads it. Give the text half of the "
                     "model's CLIP (--clip), or leave the method out."
                 )
+            if reducer is not None and reducer.shares_batch:
+                raise BadParameter(
+                    f"{setting} shares a budget among images that are planned together, and here each picture is "
+                    "planned alone. Take a threshold instead: torino calibrate --method torino-x finds it."
+                )
         by_question = {name for name, one in self.reducers.items() if one is not None and one.needs & ASKED}
         self._at_once = self._batches([name for name in self.reducers if name not in by_question], batch, tiers or {})
         self._by_question = self._batches(sorted(by_question), batch, tiers or {})

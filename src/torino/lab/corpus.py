@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from random import Random
 
@@ -108,6 +109,12 @@ class Corpus:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the photos: their names and captions, in order."""
+        told = "\n".join(f"{name}\t{'|'.join(captions)}" for name, _, captions in self._photos)
+        return blake2b(told.encode(), digest_size=8).hexdigest()
 
     def kinds(self, index: int) -> str:
         """The sort of picture at an index: one of the keys of :data:`MIXTURE`."""

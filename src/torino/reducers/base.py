@@ -93,6 +93,11 @@ class Reducer(ABC):
         return "compact"
 
     @property
+    def shares_batch(self) -> bool:
+        """Whether images that are planned together share one budget, so that a plan depends on its neighbours."""
+        return False
+
+    @property
     def spec(self) -> str:
         """Name and hyperparameters as text that :func:`make` reads back; objects such as the SAE are left out."""
         shown = [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from torino.concepts import ConceptEncoder, Concepts
 from torino.errors import BadParameter, UnmetBudget
@@ -17,7 +19,6 @@ from torino.reducers.base import Placed, Reducer, register
 from torino.reducers.sentences import check_choice, check_count, check_encoder
 from torino.reducers.torino_x import overlaps_of, share_of
 from torino.reduction import Reduction
-from torino.sae import SAE
 from torino.stages import stage
 from torino.strongest import SILENT
 from torino.tokens import VisualTokens
@@ -38,7 +39,7 @@ DEEPER = 8  # further concepts that a giant group is split by, at most
 class TorinoSteps(Reducer):
     """TORINO whose steps can be exchanged one at a time, for ablations; as it stands it is torino-m.
 
-    Groups are those of ``torino-m``. Codes and what they cover are those of ``torino-x``.
+    Groups are those of ``torino-m``. Codes and what they cover are those of ``torino-x``, with 16 concepts.
 
     Parameters
     ----------
@@ -96,7 +97,7 @@ class TorinoSteps(Reducer):
         for name, kind in {**choices, "order": Order, "positions": Placed}.items():
             check_choice(name, getattr(self, name), kind)
         check_encoder(self.sae)
-        if self.stand == "decoder" and isinstance(self.sae, SAE) and self.sae.W_dec is None:
+        if self.stand == "decoder" and hasattr(self.sae, "along") and getattr(self.sae, "W_dec", None) is None:
             raise BadParameter('stand="decoder" needs the decoder of the SAE. Load it with decoder=True.')
 
     @property
@@ -170,20 +171,17 @@ class TorinoSteps(Reducer):
         assert codes is not None
         return pool[_walk(codes[pool], share_of(peak), lacks, codes[anchors].max(0))]
 
-    def _along(self, patches: Floats, concept: int) -> Floats:
+    def _along(self, patches: Tensor, concept: int) -> Floats:
         """How far patches go along the direction of a concept; without an SAE that is a coordinate."""
         if concept == SILENT:
             return np.zeros(len(patches))
-        if not isinstance(self.sae, SAE):
-            return patches[:, concept]
-        assert self.sae.W_dec is not None
-        direction, centre = (part.double().cpu().numpy() for part in (self.sae.W_dec[concept], self.sae.b_dec))
-        return (patches - centre) @ direction
+        along: Callable[[Tensor, int], Tensor] | None = getattr(self.sae, "along", None)
+        return (patches[:, concept] if along is None else along(patches, concept)).detach().double().cpu().numpy()
 
-    def _weights(self, members: Ints, concept: int, peak: Floats, patches: Floats) -> Floats:
+    def _weights(self, members: Ints, concept: int, peak: Floats, tokens: Tensor, patches: Floats) -> Floats:
         """Weights of the sum that stands for a group."""
         n = len(members)
-        loud = self._along(patches[members], concept) if self.stand == "decoder" else peak[members]
+        loud = self._along(tokens[members], concept) if self.stand == "decoder" else peak[members]
         loud = loud.clip(min=0)
         even = self.stand == "merge" or not loud.any()
         weight = np.full(n, 1 / n) if even else loud / loud.sum()
@@ -221,7 +219,8 @@ class TorinoSteps(Reducer):
         for place, one, pad in zip(anchor, group, is_pad, strict=True):
             alone = pad or not sums
             sources.append(np.array([place]) if alone else members[one])
-            weights.append(np.ones(1) if alone else self._weights(members[one], int(shared[one]), peak, patches))
+            given = (members[one], int(shared[one]), peak, tokens.patches, patches)
+            weights.append(np.ones(1) if alone else self._weights(*given))
         token = np.full(len(size), -1)
         token[group[~is_pad]] = np.flatnonzero(~is_pad)
         assigned = token[label]

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from torino.concepts import ConceptEncoder, Concepts, Rank
-from torino.errors import BadParameter
-from torino.grouping import Ints
+from torino.errors import BadParameter, UnmetBudget
+from torino.grouping import Groups, Ints, shared_concepts
 from torino.packed import offsets_of
 from torino.reducers.base import Placed, Reducer, register
-from torino.reducers.sentences import check_choice, check_count, check_encoder, unmet
+from torino.reducers.sentences import check_choice, check_count, check_encoder, check_flag, check_number
 from torino.reduction import Reduction, ReductionBatch
 from torino.stages import stage
 from torino.tokens import VisualTokens, pack_patches
@@ -28,7 +28,7 @@ Pick = Literal["cover", "far"]
 Evidence = Literal["peak", "even"]
 Form = Literal["merge", "prune"]
 Floats = NDArray[np.float32]
-TIE = 1e-4  # of a patch: gains this near count as equal, whatever order sums were made in
+TIE = 1e-4  # of a patch: gains this near count as equal, whatever order sums were made in, and smaller ones as none
 
 
 @register("torino-x")
@@ -43,6 +43,7 @@ class TorinoX(Reducer):
     is the beginning of a larger one, and ``least`` moves the length smoothly; an image of few things is covered soon.
     Ties go to the lowest index. The score of a token is its gain; it stands for the patches that overlap more with it
     than with any other kept one, and is their sum by overlap, brought to the length of the kept patch, at its place.
+    A patch that overlaps with no kept one has no token.
 
     Reads the patches. Beyond the paper: its top-k sets and δ become codes and their overlap, and what survives a budget
     is not the largest groups but what covers most of what is not covered yet.
@@ -57,6 +58,7 @@ class TorinoX(Reducer):
         Without a budget: how much of a patch a token must add, see :func:`torino.calibrate_cover`.
     pooled : bool
         The budget is an average: images that are planned together share it, by gain, and each keeps at least one token.
+        So plans depend on what else is in the batch; an image alone gets the budget.
     concepts : int
         Latents of a code.
     pick : {"cover", "far"}
@@ -69,7 +71,7 @@ class TorinoX(Reducer):
         Output by place, or in the order of picking.
     positions : {"original", "compact"}
         Each token is numbered in the prompt by the place of its patch, so that the language model knows where it is;
-        or anew, as the paper and most methods do it.
+        or anew, as the paper and most methods do it. Hosts that have a place for every patch (Qwen) ignore it.
     rank : {"activation", "pre-threshold"}
         Rank concepts by the SAE's activations, or before its threshold silences any.
     """
@@ -89,15 +91,15 @@ class TorinoX(Reducer):
     paper: ClassVar[str] = "ours, docs/beyond.md"
     adaptive: ClassVar[bool] = True
     merges: ClassVar[bool] = True
-    cost: ClassVar[str] = "O(N·D·C + N²)"
+    cost: ClassVar[str] = "O(N·D·C + B·N²)"
     original_licence: ClassVar[str] = "ours"
 
     def __post_init__(self) -> None:
         """Refuse hyperparameters out of range."""
         check_count("budget", 1 if self.budget is None else self.budget)
         check_count("concepts", self.concepts)
-        if not 0 <= self.least < float("inf"):
-            raise BadParameter(f"least must be a number of patches, 0 or more, got {self.least}.")
+        check_number("least", self.least)
+        check_flag("pooled", self.pooled)
         if self.pooled and self.budget is None:
             raise BadParameter("pooled images share a budget, and none was given. Give budget=..., or leave it out.")
         check_choice("pick", self.pick, Pick)
@@ -113,24 +115,28 @@ class TorinoX(Reducer):
         """How its tokens are numbered in the prompt."""
         return self.positions
 
+    @property
+    def shares_batch(self) -> bool:
+        """Whether images that are planned together share a budget."""
+        return self.pooled
+
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Plan one image."""
         return self.plan_batch([tokens])[0]
 
     def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
-        """Plan all images: one pass of the SAE, then one walk over each."""
+        """Plan all images: one pass of the SAE, then one walk over each, two where they share a budget."""
         found = self._encode(images)
         with stage("grouping"):
-            overlaps = [overlaps_of(one) for one in found]
-            walks = [self._walk(overlap, self._weight(one)) for overlap, one in zip(overlaps, found, strict=True)]
-            if self.pooled:
-                walks = self._share(walks)
-            return ReductionBatch.of([self._make(*parts) for parts in zip(images, found, overlaps, walks, strict=True)])
+            most = self._most(found)
+            return ReductionBatch.of([self._plan(*parts) for parts in zip(images, found, most, strict=True)])
 
     def gains(self, images: Sequence[VisualTokens]) -> list[Floats]:
         """What each further token of an image would add, all N of them, falling: what lengths are decided by."""
-        walk = WALKS[self.pick]
-        return [walk(overlaps_of(one), self._weight(one), len(one), 0.0)[1] for one in self._encode(images)]
+        return [self._gains(one) for one in self._encode(images)]
+
+    def _gains(self, concepts: Concepts) -> Floats:
+        return WALKS[self.pick](overlaps_of(concepts), self._weight(concepts), len(concepts), 0.0)[1]
 
     def _encode(self, images: Sequence[VisualTokens]) -> list[Concepts]:
         packed = pack_patches(images)
@@ -148,50 +154,62 @@ class TorinoX(Reducer):
         peak = concepts.peak.double().numpy()
         return (np.ones_like(peak) if self.evidence == "even" else share_of(peak)).astype(np.float32)
 
-    def _walk(self, overlap: Floats, weight: Floats) -> tuple[Ints, Floats]:
-        n, walk = len(overlap), WALKS[self.pick]
-        if self.budget is None or self.pooled:
-            return walk(overlap, weight, n, 0.0 if self.pooled else self.least)
-        if self.budget > n:
-            raise unmet(self.name, self.budget, n, "its patches")
-        return walk(overlap, weight, self.budget, 0.0)
+    def _most(self, found: Sequence[Concepts]) -> list[int]:
+        """How many tokens each image may keep at most; exactly, where there is a budget."""
+        sizes = [len(one) for one in found]
+        if self.budget is None:
+            return sizes
+        if self.pooled:
+            return self._shared(found, self.budget * len(found), sum(sizes))
+        for number, size in enumerate(sizes):
+            if self.budget > size:
+                raise UnmetBudget(
+                    f"{self.name} cannot give {self.budget} tokens for image {number}, which has {size} patches. "
+                    "Lower the budget."
+                )
+        return [self.budget] * len(found)
 
-    def _share(self, walks: list[tuple[Ints, Floats]]) -> list[tuple[Ints, Floats]]:
-        """Cut each walk where the gains of all images together leave the budget."""
-        assert self.budget is not None
-        wanted, most = self.budget * len(walks), sum(len(picked) for picked, _ in walks)
+    def _shared(self, found: Sequence[Concepts], wanted: int, most: int) -> list[int]:
+        """Cut each walk where the gains of all images together leave the budget; equal ones by turns."""
         if wanted > most:
-            raise unmet(self.name, wanted, most, "the patches of its images")
-        image = np.repeat(np.arange(len(walks)), [len(picked) for picked, _ in walks])
-        gain = np.concatenate([np.append(np.inf, gains[1:]) for _, gains in walks])  # the first of each image stays
-        taken = np.lexsort((image, -gain))[:wanted]
-        counts = np.bincount(image[taken], minlength=len(walks)).tolist()
-        return [(picked[:n], gains[:n]) for (picked, gains), n in zip(walks, counts, strict=True)]
+            raise UnmetBudget(
+                f"{self.name} cannot give {self.budget} tokens an image: {len(found)} images that share {wanted} have "
+                f"{most} patches together. Lower the budget."
+            )
+        gains = [self._gains(one) for one in found]
+        image = np.repeat(np.arange(len(gains)), [len(one) for one in gains])
+        turn = np.concatenate([np.arange(len(one)) for one in gains])
+        gain = np.where(turn == 0, np.inf, np.concatenate(gains))  # the first of each image stays
+        taken = np.lexsort((image, turn, -gain))[:wanted]
+        return np.bincount(image[taken], minlength=len(gains)).tolist()
 
-    def _make(self, image: VisualTokens, concepts: Concepts, overlap: Floats, walk: tuple[Ints, Floats]) -> Reduction:
-        kept, gains = walk
+    def _plan(self, image: VisualTokens, concepts: Concepts, most: int) -> Reduction:
+        overlap = overlaps_of(concepts)
+        least = self.least if self.budget is None else 0.0
+        kept, gains = WALKS[self.pick](overlap, self._weight(concepts), most, least)
         order = np.argsort(kept) if self.order == "raster" else np.arange(len(kept))
         kept, gains = kept[order], gains[order]
-        assigned = overlap[kept].argmax(0)
+        assigned = np.where(overlap[kept].max(0) > 0, overlap[kept].argmax(0), -1)
         assigned[kept] = np.arange(len(kept))
         member, row, size = kept, np.arange(len(kept)), np.ones(len(kept), np.int64)
         weight = np.ones(len(kept), np.float32)
         if self.form == "merge":
             from scipy.sparse import csr_array
 
-            member = np.lexsort((np.arange(len(assigned)), assigned))
-            row, size = assigned[member], np.bincount(assigned, minlength=len(kept))
-            weight = overlap[kept[row], member]
+            member = np.lexsort((np.arange(len(assigned)), assigned))[(assigned < 0).sum() :]
+            row = assigned[member]
+            size, weight = np.bincount(row, minlength=len(kept)), overlap[kept[row], member]
             values = image.patches.detach().float().cpu().numpy()
             length = np.linalg.norm(csr_array((weight, (row, member)), (len(kept), len(values))) @ values, axis=1)
             weight *= (np.linalg.norm(values[kept], axis=1) / np.maximum(length, 1e-12))[row]
-        anchor = torch.from_numpy(kept)
+        label = torch.from_numpy(np.where(assigned < 0, len(kept), assigned))
+        groups = Groups(label, label.bincount(minlength=len(kept) + 1), torch.tensor([0, len(kept) + 1]))
         return Reduction(
             sources=torch.from_numpy(member),
             weights=torch.from_numpy(weight),
             offsets=offsets_of(size.tolist()),
-            anchor=anchor,
-            concept=concepts.indices[anchor, 0],
+            anchor=torch.from_numpy(kept),
+            concept=shared_concepts(concepts, groups)[: len(kept)],
             role=("primary",) * len(kept),
             grid=image.grid,
             by=self.spec,
@@ -237,10 +255,11 @@ def cover(overlap: Floats, weight: Floats, most: int, least: float) -> tuple[Int
     picked, gains = np.empty(most, np.int64), np.empty(most, np.float32)
     for step in range(most):
         top = gain.max()
-        if step and top < least - TIE:
-            return picked[:step], gains[:step]
+        worth = top if top > TIE else 0.0
+        if step and worth < least - TIE:
+            return picked[:step], np.minimum.accumulate(gains[:step])
         best = int((gain >= top - TIE).argmax())
-        picked[step], gains[step] = best, max(top, 0.0)
+        picked[step], gains[step] = best, worth
         mine = overlap[best]
         better = np.flatnonzero(mine > held)
         # Only these patches are covered better than before (symmetric, so rows), and what others no longer add to them
@@ -262,13 +281,14 @@ def far(overlap: Floats, weight: Floats, most: int, least: float) -> tuple[Ints,
     picked, gains = np.empty(most, np.int64), np.empty(most, np.float32)
     lack = np.ones(len(overlap), np.float32)
     for step in range(most):
-        best = int((lack >= lack.max() - TIE).argmax()) if step else first
-        if step and lack[best] < least - TIE:
-            return picked[:step], gains[:step]
-        picked[step], gains[step] = best, max(lack[best], 0.0)
+        top = float(lack.max())
+        if step and top < least - TIE:
+            return picked[:step], np.minimum.accumulate(gains[:step])
+        best = int((lack >= top - TIE).argmax()) if step else first
+        picked[step], gains[step] = best, top if top > TIE else 0.0
         lack = np.minimum(lack, 1 - overlap[best])
         lack[picked[: step + 1]] = -np.inf
-    return picked, gains
+    return picked, np.minimum.accumulate(gains)
 
 
 WALKS = {"cover": cover, "far": far}
