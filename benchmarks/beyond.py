@@ -11,10 +11,11 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from batches import Batch, lifted, real_photos, screen_backend
+import torch
+from batches import DELTA, Batch, K, Known, lifted, real_photos, screen_backend
 from report import machine, parser, ratio, table, time_side_by_side, write_section
 
-from torino import make
+from torino import VisualTokens, make
 
 BUDGETS = (217, 192, 129, 128, 64, 47)
 WANTED = 1.2
@@ -47,6 +48,28 @@ def measure(batch: Batch, budgets: tuple[int, ...], rounds: int) -> list[list[st
     return rows
 
 
+def larger(batch: Batch, rounds: int) -> list[list[str]]:
+    """Both methods on one image of more patches, photos one below the other: all of it, and beyond the SAE alone."""
+    rows: list[list[str]] = []
+    for photos in (1, 2, 4, 8):
+        side = batch.first(photos).images  # one below the other
+        patches, (height, columns) = torch.cat([image.patches for image in side]), side[0].grid
+        images, budget = [VisualTokens(patches, (height * photos, columns))], len(patches) // 9
+        specs = {"m": f"torino-m(k={K}, delta={DELTA}, budget={budget})", "x": f"torino-x(budget={budget})"}
+        batch.sae.screen = "off"
+        known = {"m": Known(batch.sae.top(patches, K)), "x": Known(batch.sae.top(patches, 8))}
+        tasks: dict[str, Callable[[], object]] = {}
+        for name, spec in specs.items():
+            alone = make(spec, sae=known[name])
+            tasks[name] = whole(Batch("", images, batch.sae), spec, "off")
+            tasks[f"{name} alone"] = lambda alone=alone, images=images: alone.plan_batch(images)
+        seconds = time_side_by_side(tasks, rounds)
+        times = [f"{statistics.median(seconds[name]) * 1e3:.1f}" for name in ("m", "x", "m alone", "x alone")]
+        rows.append([f"{len(patches):,}", str(budget), *times, f"{ratio(seconds['x'], seconds['m']):.3f}"])
+        print(*rows[-1], sep=" · ", flush=True)
+    return rows
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
@@ -58,7 +81,9 @@ def main() -> None:
     screen_backend()
     photos = real_photos(given.tokens)
     batch = lifted(photos, d, c, given.seed)
-    rows = [*measure(batch.first(1), budgets, rounds), *measure(batch.first(many), budgets[-2:], rounds)]
+    some = tuple(dict.fromkeys((budgets[0], *budgets[-2:])))
+    rows = [*measure(batch.first(1), budgets, rounds), *measure(batch.first(many), some, rounds)]
+    by_size = larger(batch, max(2, rounds // 3))
     source = f"{len(photos)} photos of the files given" if given.tokens else "the four bundled photos"
     headings = ["", "tokens", "`torino-m` ms", "`torino-x` ms", "ratio", "with int8: ms", "ms", "ratio"]
     worst = [max(float(row[column]) for row in rows) for column in (4, 7)]
@@ -71,6 +96,11 @@ def main() -> None:
         f"tokens of {source}. {machine()}.",
         table(["Wanted", "Got", ""], verdict),
         table(headings, rows),
+        "**One image of more patches**, photos one below the other, a ninth kept, plain; alone: all but the SAE",
+        table(
+            ["patches", "tokens", "`torino-m` ms", "`torino-x` ms", "`torino-m` alone", "`torino-x` alone", "ratio"],
+            by_size,
+        ),
     ]
     print(*parts, sep="\n\n")
     if given.write:

@@ -83,7 +83,7 @@ class TorinoSteps(Reducer):
     adaptive: ClassVar[bool] = True
     merges: ClassVar[bool] = True
     ablation: ClassVar[bool] = True
-    cost: ClassVar[str] = "O(N·D·C + B·N²)"
+    cost: ClassVar[str] = "O(N·D·C + B·N²) at worst"
     original_licence: ClassVar[str] = "ours"
 
     def __post_init__(self) -> None:

@@ -91,7 +91,7 @@ class TorinoX(Reducer):
     paper: ClassVar[str] = "ours, docs/beyond.md"
     adaptive: ClassVar[bool] = True
     merges: ClassVar[bool] = True
-    cost: ClassVar[str] = "O(N·D·C + B·N²)"
+    cost: ClassVar[str] = "O(N·D·C + B·N²) at worst"
     original_licence: ClassVar[str] = "ours"
 
     def __post_init__(self) -> None:
