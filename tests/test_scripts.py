@@ -1,0 +1,96 @@
+"""The scripts that settle what is reported: which tasks were learned, how far one thing is from another."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from torino.evaluate import Place, Sample, Task
+from torino.evaluate.benchmarks import BENCHMARKS, CUSTOM, LAB_BENCHMARKS
+from torino.files import write_json
+from torino.lab.corpus import Corpus
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The scripts as modules, each found beside the others."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    before = set(sys.modules)
+    import blind_lab
+    import train_lab
+    import try_reducers
+
+    yield SimpleNamespace(blind=blind_lab, train=train_lab, tries=try_reducers)
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == SCRIPTS:
+            del sys.modules[name]
+
+
+def task(name: str, kind: Any, answers: dict[str, tuple[str, str]]) -> Task:
+    """Questions by index, with the picture they are about and their answer."""
+    samples = tuple(
+        Sample(index, "?", (answer,), (Place(Path("none.tsv"), picture),), group=index)
+        for index, (picture, answer) in answers.items()
+    )
+    return Task(name, kind, samples, Path("none.tsv"), "0", {**BENCHMARKS, **LAB_BENCHMARKS}.get(name, CUSTOM))
+
+
+def test_one_answer_for_all_is_made_of_words_not_of_keys(scripts: SimpleNamespace) -> None:
+    keys = {str(i): (str(i), f"word{i}<OR>dog<AND>b{i}<OR>cat") for i in range(8)}
+    of = task("Lab-MMVet", LAB_BENCHMARKS["Lab-MMVet"].kind, keys)
+    assert "word0 b0" in scripts.blind.guesses(of)
+    assert not any("<OR>" in text for text in scripts.blind.guesses(of))
+    assert scripts.blind.most_right(of) == pytest.approx(12.5)  # one of eight; a key given as it is would find dogs
+
+
+def test_what_looking_adds_is_drawn_by_picture(scripts: SimpleNamespace) -> None:
+    of = task("GQA", "exact", {str(i): (str(i // 5), "dog") for i in range(100)})
+    indices = [str(i) for i in range(100)]
+    own, other = dict.fromkeys(indices, 80.0), dict.fromkeys(indices, 50.0)
+    assert scripts.blind.gained(of, own, other) == pytest.approx((30.0, 30.0))
+    # the same questions, all right or all wrong by picture: five times as wide as their number would say, less a little
+    own = {str(i): 100.0 * (i // 5 % 2) for i in range(100)}
+    low, high = scripts.blind.gained(of, own, dict.fromkeys(indices, 0.0))
+    assert low == pytest.approx(50 - 1.96 * 50 / 20**0.5, abs=4)
+    assert high == pytest.approx(50 + 1.96 * 50 / 20**0.5, abs=4)
+
+
+def test_a_difference_is_that_of_the_means(scripts: SimpleNamespace) -> None:
+    kinds = ["presence", "cell", "small"]
+    bench = SimpleNamespace(pictures=list(range(30)), asked=[[{"kind": kind} for kind in kinds] for _ in range(30)])
+    bench.order = lambda: scripts.tries.Bench.order(bench)
+    table = scripts.tries.Table(bench)
+    source = np.random.default_rng(0)
+    first = {"tokens": 64.0, "right": [1] * 90, "surprise": source.exponential(size=90).tolist()}
+    other = {"tokens": 64.0, "right": [0] * 90, "surprise": (np.array(first["surprise"]) + 0.25).tolist()}
+    line = table.line("it", other, first)
+    assert "+0.250 [+0.250, +0.250]" in line
+    assert "right   0.0" in line
+    assert "[" not in table.line("it", first, first)
+
+
+def test_what_the_tower_saw_is_not_taken_for_something_else(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    jpeg = tmp_path / "one.jpg"
+    Image.new("RGB", (64, 64), "red").save(jpeg)
+    photos = [(f"{i}.jpg", jpeg.read_bytes(), ("a dog runs on grass",)) for i in range(2)]
+    corpus = Corpus(photos, seed=1, length=0)
+    scripts.train.look(corpus, tmp_path, 7)
+    assert json.loads((tmp_path / "features" / "corpus.json").read_text())["block"] == 7
+    np.save(tmp_path / "features" / "000000.npy", np.zeros((1, 576, 384), np.float16))
+    scripts.train.look(corpus, tmp_path, 7)
+    for other, block in ((corpus, 9), (Corpus(photos, seed=2, length=0), 7), (Corpus(photos[:1], seed=1, length=0), 7)):
+        with pytest.raises(SystemExit, match="Give another --work"):
+            scripts.train.look(other, tmp_path, block)
+    write_json(tmp_path / "features" / "corpus.json", {})
+    with pytest.raises(SystemExit, match="of other pictures"):
+        scripts.train.look(corpus, tmp_path, 7)
