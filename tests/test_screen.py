@@ -97,6 +97,7 @@ def test_a_product_that_saturates_is_not_trusted(monkeypatch: pytest.MonkeyPatch
             made = super().scores(tokens, start, place)
             return made.clamp_(-most, most) if self.saturates else made
 
+    here = zero_for("onnxruntime")  # a processor without VNNI saturates by itself
     monkeypatch.setitem(products._products, "onnxruntime", Saturating)
     monkeypatch.setattr(products, "_said", set())
     products._tried.cache_clear()
@@ -106,7 +107,7 @@ def test_a_product_that_saturates_is_not_trusted(monkeypatch: pytest.MonkeyPatch
                 assert products.backend_for(torch.device("cpu")) is None
         else:
             assert products.backend_for(torch.device("cpu")) == "onnxruntime"
-            assert zero_for("onnxruntime") == zero
+            assert zero_for("onnxruntime") == min(zero, here)
     finally:
         products._tried.cache_clear()
 

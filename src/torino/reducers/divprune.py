@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torino.errors import BadTokens
 from torino.reducers.base import Reducer, register
+from torino.reducers.matching import settled
 from torino.reducers.sentences import check_choice, check_count, read_signal, unmet
 from torino.reduction import Reduction
 from torino.tokens import VisualTokens
@@ -101,8 +102,8 @@ class DivPrune(Reducer):
 def cosines(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Cosine of every pair of rows, (N, D) to (N, N); 0 with a row of no length.
 
-    Rows that are the same bit for bit have cosine 1 exactly: they are divided by their products with themselves, which
-    carry the same rounding error.
+    Rows that are the same bit for bit have cosine 1 in float64, exactly; in float32 on processors whose products carry
+    the same rounding error wherever a row stands.
     """
     wide = x.detach().to(dtype)
     if x.dtype == torch.float64 or dtype != torch.float64:  # no square overflows; those of float32 do not in float64
@@ -112,14 +113,15 @@ def cosines(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     gram = products(wide) if dtype == torch.float64 else wide @ wide.T
     square = gram.diagonal()
     square = square.where(square > 0, 1)
-    return gram.div_(torch.outer(square, square).sqrt_()).clamp_(-1, 1)
+    cosine = gram.div_(torch.outer(square, square).sqrt_()).clamp_(-1, 1)
+    return settled(cosine) if dtype == torch.float64 else cosine
 
 
 def products(x: Tensor) -> Tensor:
-    """Inner product of every pair of rows, (N, D) to (N, N); of equal rows the same, to the last bit.
+    """Inner product of every pair of rows, (N, D) to (N, N); of equal rows the same, but for rounding.
 
     The matrix is symmetric, so of its four quarters one is copied where that is worth it. All three products are of one
-    shape, odd rows in the middle being in both halves, and so sum in the same order.
+    shape, odd rows in the middle being in both halves, and so sum in nearly the same order.
     """
     n, half = len(x), (len(x) + 1) // 2
     if n < LARGE:

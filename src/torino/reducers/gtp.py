@@ -14,7 +14,7 @@ from torch import Tensor
 from torino.errors import BadParameter, BadTokens
 from torino.reducers.base import Reducer, register
 from torino.reducers.divprune import products
-from torino.reducers.matching import Order, directions
+from torino.reducers.matching import Order, directions, settled
 from torino.reducers.sentences import check_choice, check_count, check_number, read_signal, unmet
 from torino.reduction import Reduction
 from torino.strongest import input_rounding
@@ -171,11 +171,11 @@ def _similar(patches: Tensor, k: int) -> Tensor:
     row, column = ((rough >= last - slack) & ~above).nonzero(as_tuple=True)
     if len(row) > 2 * n:
         unit = directions(patches)
-        exact = (unit @ unit.T).float().fill_diagonal_(-torch.inf)
+        exact = settled(unit @ unit.T).float().fill_diagonal_(-torch.inf)
         return exact >= exact.topk(k, dim=1).values[:, -1:]
     here, there = directions(patches[torch.cat([open_[row], column])]).chunk(2)
     exact = above * 4.0 - 2.0  # beyond any cosine, either way
-    exact[row, column] = here.mul_(there).sum(1).float()
+    exact[row, column] = settled(here.mul_(there).sum(1)).float()
     joined[open_] = exact >= exact.topk(k, dim=1).values[:, -1:]
     return joined
 

@@ -75,7 +75,7 @@ class Scope(Reducer):
         if self.budget > n:
             raise unmet(self.name, self.budget, n, "its patches")
         saliency = attention.detach().double().sum(0).cpu().numpy() ** self.alpha
-        whole = cosines(tokens.patches).clamp_(0, 1).mul_(UNIT).round_().int().cpu()
+        whole = cosines(tokens.patches, torch.float64).clamp_(0, 1).mul_(UNIT).round_().int().cpu()
         similar, gain = whole.numpy(), whole.sum(1).double().numpy()  # far below 2**53: exact
         covered = np.zeros(n, np.int32)
         kept, score = np.empty(self.budget, np.int64), np.empty(self.budget)
