@@ -198,6 +198,12 @@ class Reading:
         return replace(sight, tokens=(unit.with_(signals={**unit.signals, **given}),))
 
 
+def test_a_budget_that_pictures_share_is_refused(vlm: tuple[Any, Any]) -> None:
+    pooled = make("torino-x(budget=3, pooled=True)", sae=RawEmbedding())
+    with pytest.raises(BadParameter, match="each picture is planned alone"):
+        Engine(*vlm, {"x": pooled})
+
+
 def test_what_reads_the_question_may_fail_too(vlm: tuple[Any, Any]) -> None:
     asked = [Asked(("t", "0"), "what is this ?", 2)]
     reducers = {"full": None, "c": make("cdpruner(budget=5)")}
