@@ -23,6 +23,7 @@ from torino import (
     calibrate_cover,
     make,
 )
+from torino.ask import KeepShare
 from torino.reducers.torino_x import TIE, TorinoX, cover, far, overlaps_of
 from torino.testing import check_reducer
 from torino.vlm import reduced
@@ -180,6 +181,12 @@ def test_a_pooled_budget_for_images_of_different_size() -> None:
     alone = TorinoX(RAW, budget=3, concepts=1).plan(image(0, 0, 1, 0, 2, 1))
     pooled = TorinoX(RAW, budget=3, pooled=True, concepts=1).plan(image(0, 0, 1, 0, 2, 1))
     assert torch.equal(alone.anchor, pooled.anchor)
+
+
+def test_a_share_of_the_patches_is_pooled_too() -> None:
+    inner = TorinoX(RAW, budget=1, pooled=True, concepts=1)
+    plans = KeepShare(inner, 0.6).plan_batch([image(*range(6)), image(0, 0, 0, 0)])  # six of ten
+    assert plans.lengths.tolist() == [5, 1]
 
 
 def test_a_patch_that_overlaps_with_no_token_has_none() -> None:

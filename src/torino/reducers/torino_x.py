@@ -282,10 +282,11 @@ def far(overlap: Floats, weight: Floats, most: int, least: float) -> tuple[Ints,
     lack = np.ones(len(overlap), np.float32)
     for step in range(most):
         top = float(lack.max())
-        if step and top < least - TIE:
+        worth = top if top > TIE else 0.0
+        if step and worth < least - TIE:
             return picked[:step], np.minimum.accumulate(gains[:step])
         best = int((lack >= top - TIE).argmax()) if step else first
-        picked[step], gains[step] = best, top if top > TIE else 0.0
+        picked[step], gains[step] = best, worth
         lack = np.minimum(lack, 1 - overlap[best])
         lack[picked[: step + 1]] = -np.inf
     return picked, np.minimum.accumulate(gains)
