@@ -798,6 +798,13 @@ def test_kind_is_checked(tmp_path: Path) -> None:
         SAE.load(tmp_path, kind="topk")
 
 
+def test_a_file_with_a_threshold_is_read_without_it_as_relu(tmp_path: Path) -> None:
+    SAE(torch.eye(3), W_dec=torch.eye(3), kind="batchtopk", threshold=2.0).save(tmp_path)
+    x = torch.tensor([[3.0, 1.0, -1.0]])
+    assert SAE.load(tmp_path).encode(x).tolist() == [[3.0, 0.0, 0.0]]
+    assert SAE.load(tmp_path, kind="relu").encode(x).tolist() == [[3.0, 1.0, 0.0]]
+
+
 # ------------------------------------------------------------------ finding the file
 
 

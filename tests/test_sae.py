@@ -445,6 +445,7 @@ def test_tokens_of_width_one_are_not_encoded_by_accident() -> None:
         ({"W_dec": torch.zeros(D, C)}, BadParameter, "W_dec must have the shape of W_enc"),
         ({"kind": "gated"}, BadParameter, "kind must be one of 'relu'.*got 'gated'"),
         ({"normalize": "l2"}, BadParameter, "normalize must be one of 'none'.*got 'l2'"),
+        ({"kind": "relu", "threshold": 2.0}, BadParameter, "A relu SAE has no threshold, and one was given.*jumprelu"),
         ({"kind": "topk"}, BadParameter, f"needs k between 1 and its {C} latents, got None"),
         ({"kind": "topk", "k": 0}, BadParameter, "got 0"),
         ({"kind": "topk", "k": C + 1}, BadParameter, f"got {C + 1}"),

@@ -232,7 +232,7 @@ def test_merging_adds_what_a_token_stands_for_and_keeps_its_length() -> None:
 def test_contract(given: dict[str, Any], reader: str) -> None:
     width = 24
     source = torch.Generator().manual_seed(3)
-    sae: Any = RAW if reader == "raw" else SAE(torch.randn(40, width, generator=source), threshold=0.5)
+    sae: Any = RAW if reader == "raw" else SAE(torch.randn(40, width, generator=source), kind="jumprelu", threshold=0.5)
     check_reducer(TorinoX(sae, **given))
 
 

@@ -148,8 +148,13 @@ class SAE(nn.Module):
         return {**self.__dict__, "_norm": None}
 
     def _read_threshold(self, threshold: float | Tensor | None) -> Tensor | None:
+        if self.kind == "relu" and threshold is not None:
+            raise BadParameter(
+                "A relu SAE has no threshold, and one was given. Leave it out, or say kind='jumprelu', whose latents "
+                "are 0 up to their threshold."
+            )
         if self.kind in ("relu", "topk"):
-            return None
+            return None  # files of topk SAEs carry one for another way to encode, which is batchtopk
         value = torch.as_tensor(-1.0 if threshold is None else threshold).detach().float().to(self.W_enc.device)
         if value.numel() == 1:
             value = value.reshape(())

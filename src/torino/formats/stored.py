@@ -176,9 +176,11 @@ class Parts:
     def build(self, path: Path, kind: Kind | None = None) -> SAE:
         """Make the SAE; ``kind`` overrules what the file says."""
         options = {name: getattr(self, name) for name in ("k", "threshold", "groups", "center", "normalize", "card")}
-        tensors = (self.W_enc, self.b_enc, self.W_dec, self.b_dec)
+        kind, tensors = kind or self.kind, (self.W_enc, self.b_enc, self.W_dec, self.b_dec)
+        if kind == "relu":
+            options["threshold"] = None  # asked for without the threshold that its file has
         try:
-            return SAE(*tensors, kind=kind or self.kind, **options)
+            return SAE(*tensors, kind=kind, **options)
         except TorinoError as error:
             raise BadFile(f"{path} does not make an SAE: {error}") from error
 
