@@ -15,6 +15,7 @@ Examples
     python scripts/make_lab_benchmarks.py --photos dev.parquet
     python scripts/blind_lab.py --data build/lab/benchmarks
     python scripts/blind_lab.py --data build/lab/benchmarks --run build/lab/run --shard 1/2  # 2/2, then without it
+    python scripts/blind_lab.py --model labs/third --work build/lab3/blind --no-grey
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ def main() -> None:
     add("--run", type=Path, help="run of torino eval over the same files, whose answers with all tokens are taken")
     add("--shard", default="1/1", help="i/n: do the i-th of n parts of the work; then once more without it")
     add("--threads", type=int, default=2, help="CPU cores (default: %(default)s)")
+    add("--no-grey", action="store_true", help="without the grey picture, which no verdict rests on: a third less work")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
@@ -146,12 +148,13 @@ def main() -> None:
     names = [name for name in LAB_BENCHMARKS if (args.data / f"{name}.tsv").is_file()]
     names = names if known is None else [name for name in names if name in known.tasks]
     part, parts = (int(one) for one in args.shard.split("/"))
-    folders = {"its picture": args.data, "grey": args.work / "grey", "another's": args.work / "moved"}
-    for folder, swap in ((folders["grey"], grey), (folders["another's"], moved)):
-        folder.mkdir(parents=True, exist_ok=True)
+    swaps = {"another's": moved} if args.no_grey else {"grey": grey, "another's": moved}
+    folders = {"its picture": args.data, **{how: args.work / swap.__name__ for how, swap in swaps.items()}}
+    for how, swap in swaps.items():
+        folders[how].mkdir(parents=True, exist_ok=True)
         for name in names:
-            if not (folder / f"{name}.tsv").is_file():
-                rewrite(args.data / f"{name}.tsv", folder / f"{name}.tsv", swap)
+            if not (folders[how] / f"{name}.tsv").is_file():
+                rewrite(args.data / f"{name}.tsv", folders[how] / f"{name}.tsv", swap)
     model, processor = open_vlm(args.model)
     scores: dict[str, dict[str, float]] = {name: {} for name in names}
     share: dict[tuple[str, str], dict[str, float]] = {}

@@ -111,6 +111,16 @@ def steps_of(args: argparse.Namespace, kind: str, expansion: float) -> int:
     return steps // 2 if expansion > 16 else steps
 
 
+def give_names(args: argparse.Namespace, place: Path) -> None:
+    """Name the concepts of an SAE by the captions of photos, beside it."""
+    sae = SAE.load(place)
+    looking = Looking(open_photos(args.photos, limit=args.named_by), Kept(args.work / "tokens", args.block))
+    evidence = gather(sae, looking, keep=16, progress=lambda done, *_: say(f"\rnaming: photo {done} ", end=""))
+    names = name_concepts(evidence, looking.texts())
+    save_names(place, names, evidence)
+    say(f"\n{len(names):,} of {sae.latents:,} concepts have names")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -123,7 +133,12 @@ def main() -> None:
     add("--heldout", type=int, default=200, help="pictures to measure on (default: %(default)s)")
     add("--steps", type=int, default=2000, help="of 2,048 rows, on all patches (default: %(default)s)")
     add("--name", default="all/x16", help="SAE that gets names and goes into the package (default: %(default)s)")
-    add("--named-by", type=int, default=800, help="photos whose captions name concepts (default: %(default)s)")
+    add(
+        "--named-by",
+        type=int,
+        default=800,
+        help="photos whose captions name concepts; 0: no names (default: %(default)s)",
+    )
     add("--output", type=Path, default=ROOT / "src/torino/data/lab/sae", help="where the default SAE goes")
     add("--block", type=int, default=BLOCK)
     add("--seed", type=int, default=0)
@@ -145,12 +160,8 @@ def main() -> None:
             say(f"{KINDS[kind]} x{expansion:g}: FVU {row['fvu']:.3f}, L0 {row['l0']:.1f}, groups {row['groups']}")
     place = args.work / "saes" / args.name
     if place.is_dir():
-        sae = SAE.load(place)
-        looking = Looking(open_photos(args.photos, limit=args.named_by), Kept(args.work / "tokens", args.block))
-        evidence = gather(sae, looking, keep=16, progress=lambda done, *_: say(f"\rnaming: photo {done} ", end=""))
-        names = name_concepts(evidence, looking.texts())
-        save_names(place, names, evidence)
-        say(f"\n{len(names):,} of {sae.latents:,} concepts have names")
+        if args.named_by:
+            give_names(args, place)
         SAE.load(place).save(args.output, dtype=torch.float16)
         say(f"saved to {args.output}")
 
