@@ -141,6 +141,18 @@ def test_the_shipped_model_says_what_it_sees() -> None:
         assert told.text.strip() == wanted, "fewer tokens, the same answer to the last question"
 
 
+@needs_package
+def test_the_model_that_confirms_is_whole() -> None:
+    third = Path(__file__).parents[1] / "labs" / "third"
+    model, processor = open_vlm(third, "cpu")
+    assert model.config.vision_feature_layer == 10
+    reducer = make("torino-x(budget=64)", sae=lab_sae(third / "sae"))
+    photo, question = example_folder() / "photos" / "astronaut.jpg", "Is there a person in the photo?"
+    told = ask(photo, question, model=model, processor=processor, reducer=reducer, baseline=True)
+    assert told.baseline is not None
+    assert (told.baseline.text.strip(), told.text.strip(), told.after) == ("yes", "yes", 64)
+
+
 def test_a_missing_reader_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match=r"made by scripts/train_lab\.py"):
         lab_folder(tmp_path)
