@@ -27,10 +27,11 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     before = set(sys.modules)
     import blind_lab
+    import models_lab
     import train_lab
     import try_reducers
 
-    yield SimpleNamespace(blind=blind_lab, train=train_lab, tries=try_reducers)
+    yield SimpleNamespace(blind=blind_lab, models=models_lab, train=train_lab, tries=try_reducers)
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == SCRIPTS:
             del sys.modules[name]
@@ -63,6 +64,32 @@ def test_what_looking_adds_is_drawn_by_picture(scripts: SimpleNamespace) -> None
     low, high = scripts.blind.gained(of, own, dict.fromkeys(indices, 0.0))
     assert low == pytest.approx(50 - 1.96 * 50 / 20**0.5, abs=4)
     assert high == pytest.approx(50 + 1.96 * 50 / 20**0.5, abs=4)
+
+
+def report(path: Path, tiers: dict[str, dict[str, str]]) -> Path:
+    """Tables as ``torino report`` writes them."""
+    rows = [f"**Retain {tier}**\n\n| Method | Tokens | Relative |\n" + "".join(
+        f"| {label} | 9 | {score} |\n" for label, score in scores.items()
+    ) for tier, scores in tiers.items()]  # fmt: skip
+    path.write_text(
+        "## Scores\n\n" + "\n".join(rows) + "\n## How sure\n\n| TORINO-X | 9 | 11.00% |\n", encoding="utf-8"
+    )
+    return path
+
+
+def test_places_over_models_are_read_from_reports(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    dynamic = {"~64 tokens on average (↓1 %)": {"A": "1.00%"}}
+    one = report(tmp_path / "1.md", dynamic | {"64 tokens (↓89 %)": {"A": "**90.00%**", "TORINO-X": "<u>80.50%</u>"}})
+    again = report(tmp_path / "2.md", {"64 tokens (↓89 %)": {"A": "1.00%"}, "9 tokens (↓98 %)": {"A": "50.00%"}})
+    other = report(
+        tmp_path / "3.md", {"64 tokens (↓89 %)": {"A": "70.00% ± 0.77", "B": "99.00%", "TORINO-X": "95.00%"}}
+    )
+    first, second = scripts.models.read([one, again]), scripts.models.read([other])
+    assert first == {64: {"A": 90.0, "TORINO-X": 80.5}, 9: {"A": 50.0}}
+    row = scripts.models.line(64, [first[64], second[64]], "TORINO-X")
+    assert row == ["64", "87.8", "1", "2, 1", "A 80.0", "+7.8", "−9.5, +25.0"]
+    with pytest.raises(SystemExit, match="B is not in every table of 64 tokens"):
+        scripts.models.line(64, [first[64], second[64]], "B")
 
 
 def test_a_difference_is_that_of_the_means(scripts: SimpleNamespace) -> None:
