@@ -4,9 +4,9 @@ The pictures are made of dev photos. For choosing, not for reporting: an answer 
 of its tokens after the right ones before, and beside it stands the surprise, how many nats the right answer costs,
 which moves with less noise. Questions come in three families, about whole photos, about cells of collages, about
 small and drawn things; what the lab's model has not learned is left out. Means are over questions, then over
-families; then comes the difference to ``--against`` with its 95 % interval, pictures drawn anew together for both. What
-is reported as a result comes from ``torino eval``. The tower looks at the pictures once; what it saw is kept in
-``--work``.
+families; then comes the difference to ``--against`` with its 95 % interval, pictures drawn anew together for both; a *
+stands where the interval of a family's own leaves 0 out. What is reported as a result comes from ``torino eval``. The
+tower looks at the pictures once; what it saw is kept in ``--work``.
 
 Examples
 --------
@@ -128,16 +128,20 @@ class Table:
         return np.stack([weight[:, at] @ value[at] / np.maximum(weight[:, at].sum(1), 1) for at in parts], 1)
 
     def line(self, label: str, one: dict[str, Any], first: dict[str, Any] | None) -> str:
-        """Tokens, share right, surprise with the half width of its difference, and surprise by family."""
+        """Tokens, share right, surprise with its difference, and by family, * where that differs by more than chance."""
         once = np.ones((1, len(self.picture)))
         right, surprise = np.array(one["right"], float), np.array(one["surprise"])
         by_family = self.means(surprise, once)[0]
-        apart = " " * 23
+        apart, marks = " " * 23, [" "] * len(FAMILIES)
         if first is not None and first is not one:
             change = surprise - np.array(first["surprise"])
-            low, high = np.quantile(self.means(change, self.weight).mean(1), (0.025, 0.975))
+            drawn = self.means(change, self.weight)
+            low, high = np.quantile(drawn.mean(1), (0.025, 0.975))
             apart = f"{self.means(change, once).mean():+.3f} [{low:+.3f}, {high:+.3f}]"
-        parts = " ".join(f"{name} {value:.3f}" for name, value in zip(FAMILIES, by_family, strict=True))
+            lows, highs = np.quantile(drawn, (0.025, 0.975), axis=0)
+            marks = np.where((lows > 0) | (highs < 0), "*", " ").tolist()
+        told = zip(FAMILIES, by_family, marks, strict=True)
+        parts = " ".join(f"{name} {value:.3f}{mark}" for name, value, mark in told)
         return (
             f"{one['tokens']:6.1f}  right {100 * self.means(right, once).mean():5.1f}  surprise {by_family.mean():.3f} "
             f" {apart} {parts}  {label}"

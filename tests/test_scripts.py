@@ -102,8 +102,9 @@ def test_a_difference_is_that_of_the_means(scripts: SimpleNamespace) -> None:
     other = {"tokens": 64.0, "right": [0] * 90, "surprise": (np.array(first["surprise"]) + 0.25).tolist()}
     line = table.line("it", other, first)
     assert "+0.250 [+0.250, +0.250]" in line
+    assert line.count("*") == 3  # in every family by more than chance
     assert "right   0.0" in line
-    assert "[" not in table.line("it", first, first)
+    assert not {"[", "*"} & set(table.line("it", first, first))
 
 
 def test_what_the_tower_saw_is_not_taken_for_something_else(scripts: SimpleNamespace, tmp_path: Path) -> None:
