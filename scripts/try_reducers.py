@@ -128,7 +128,7 @@ class Table:
         return np.stack([weight[:, at] @ value[at] / np.maximum(weight[:, at].sum(1), 1) for at in parts], 1)
 
     def line(self, label: str, one: dict[str, Any], first: dict[str, Any] | None) -> str:
-        """Tokens, share right, surprise with its difference, and by family, * where that differs by more than chance."""
+        """Tokens, share right, surprise with its difference, and by family, * where it differs by more than chance."""
         once = np.ones((1, len(self.picture)))
         right, surprise = np.array(one["right"], float), np.array(one["surprise"])
         by_family = self.means(surprise, once)[0]
