@@ -69,12 +69,18 @@ def main() -> None:
     add("--method", default="TORINO-X", help="label in the reports (default: %(default)s)")
     add("--tiers", nargs="+", type=int, default=[217, 192, 129, 128, 64, 47])
     args = parser.parse_args()
+    missing = [file for files in args.model for file in files if not file.is_file()]
+    if missing:
+        parser.error(f"there is no file {missing[0]}")
     models = [read(files) for files in args.model]
+    tiers = [tier for tier in args.tiers if all(tier in model for model in models)]
+    if not tiers:
+        there = "; ".join(", ".join(map(str, sorted(model))) or "none" for model in models)
+        parser.error(f"no tier of {args.tiers} is in the reports of every model, which have: {there}")
     heads = ["tokens", args.method, "place", "on each", "best other by the mean", "ahead by", "on each"]
     print(f"| {' | '.join(heads)} |\n| ---: | ---: | ---: | ---: | --- | ---: | ---: |")
-    for tier in args.tiers:
-        if all(tier in model for model in models):
-            print(f"| {' | '.join(line(tier, [model[tier] for model in models], args.method))} |")
+    for tier in tiers:
+        print(f"| {' | '.join(line(tier, [model[tier] for model in models], args.method))} |")
 
 
 if __name__ == "__main__":
