@@ -27,12 +27,11 @@ def read(files: list[Path]) -> dict[int, Scores]:
     """Relative scores by tier and label, of one model."""
     tiers: dict[int, Scores] = {}
     for file in files:
-        known, here = set(tiers), None
+        here: int | None = None
         for line in file.read_text(encoding="utf-8").splitlines():
             if line.startswith(("**", "#")):
                 found = TIER.match(line)
-                tier = int(found[1]) if found else None
-                here = tier if tier is not None and tier not in known and tier not in tiers else None
+                here = int(found[1]) if found and int(found[1]) not in tiers else None
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             score = re.match(r"[*<u>]*(\d+\.\d+)%", cells[-1])
             if here is not None and line.startswith("|") and score:

@@ -142,7 +142,7 @@ def test_the_shipped_model_says_what_it_sees() -> None:
 
 
 @needs_package
-def test_the_model_that_confirms_is_whole() -> None:
+def test_the_third_model_is_whole() -> None:
     third = Path(__file__).parents[1] / "labs" / "third"
     model, processor = open_vlm(third, "cpu")
     assert model.config.vision_feature_layer == 10

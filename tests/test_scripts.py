@@ -68,12 +68,11 @@ def test_what_looking_adds_is_drawn_by_picture(scripts: SimpleNamespace) -> None
 
 def report(path: Path, tiers: dict[str, dict[str, str]]) -> Path:
     """Tables as ``torino report`` writes them."""
-    rows = [f"**Retain {tier}**\n\n| Method | Tokens | Relative |\n" + "".join(
-        f"| {label} | 9 | {score} |\n" for label, score in scores.items()
-    ) for tier, scores in tiers.items()]  # fmt: skip
-    path.write_text(
-        "## Scores\n\n" + "\n".join(rows) + "\n## How sure\n\n| TORINO-X | 9 | 11.00% |\n", encoding="utf-8"
-    )
+    text = "## Scores\n"
+    for tier, scores in tiers.items():
+        text += f"\n**Retain {tier}**\n\n| Method | Tokens | Relative |\n"
+        text += "".join(f"| {label} | 9 | {score} |\n" for label, score in scores.items())
+    path.write_text(text + "\n## How sure\n\n| TORINO-X | 9 | 11.00% |\n", encoding="utf-8")
     return path
 
 
