@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import sqrt
+from math import exp, sqrt
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from torino import (
     make,
 )
 from torino.ask import KeepShare
-from torino.reducers.torino_x import TIE, TorinoX, cover, far, overlaps_of
+from torino.reducers.torino_x import TIE, TorinoX, cover, fade, far, overlaps_of
 from torino.testing import check_reducer
 from torino.vlm import reduced
 
@@ -35,6 +35,11 @@ def image(*latents: int, grid: tuple[int, int] | None = None) -> VisualTokens:
     """Patches that have one concept each."""
     patches = torch.eye(9)[list(latents)]
     return VisualTokens(patches, grid or (1, len(latents)))
+
+
+def wide(sae: Any = RAW, **given: Any) -> TorinoX:
+    """One for which a concept reaches over the whole picture, so that cases are about concepts alone."""
+    return TorinoX(sae, reach=None, **given)
 
 
 def slow_overlaps(concepts: Concepts) -> list[list[float]]:
@@ -126,21 +131,67 @@ def test_the_ablation_takes_what_is_farthest(concepts: Concepts) -> None:
     assert (np.diff(gains[1:]) <= 0).all()
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.tuples(st.integers(1, 6), st.integers(1, 6)), st.sampled_from([0.05, 0.2, 1.0, 40.0]), st.integers(0, 99))
+def test_overlap_fades_with_distance(grid: tuple[int, int], reach: float, seed: int) -> None:
+    rows, columns = grid
+    n = rows * columns
+    table = np.random.default_rng(seed).random((n, n), dtype=np.float32)
+    faded = table.copy()
+    fade(faded, grid, reach)
+    for i in range(n):
+        for j in range(n):
+            apart = (i // columns - j // columns) ** 2 + (i % columns - j % columns) ** 2
+            wanted = table[i, j] * exp(-apart / (2 * (reach * sqrt(n)) ** 2))
+            assert faded[i, j] == pytest.approx(wanted, rel=1e-5, abs=1e-30)
+
+
+def test_the_same_concept_far_away_is_another_thing() -> None:
+    two = image(0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0)
+    assert wide(concepts=1).plan(two).assigned.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
+    near = TorinoX(RAW, budget=3, reach=0.5, concepts=1).plan(two)
+    assert near.anchor.tolist() == [1, 5, 9]
+    assert near.assigned.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
+    # where concepts reach far beyond the picture, place says nothing
+    far_reaching = TorinoX(RAW, budget=2, reach=1e4, concepts=1).plan(two)
+    assert torch.equal(far_reaching.assigned, wide(budget=2, concepts=1).plan(two).assigned)
+
+
+def test_by_place_alone_patches_are_spread_whatever_they_show() -> None:
+    plans = [
+        TorinoX(RAW, budget=4, pick="place", concepts=1).plan(image(*what, grid=(4, 4)))
+        for what in ([0] * 16, [0] * 8 + [1] * 8, list(range(8)) * 2)
+    ]
+    assert all(torch.equal(plan.anchor, plans[0].anchor) for plan in plans)
+    corners = {(int(one) // 4 // 2, int(one) % 4 // 2) for one in plans[0].anchor}
+    assert len(corners) == 4  # one in each quarter
+    above, below = plans[1].assigned[:8], plans[1].assigned[8:]
+    assert not set(above.tolist()) & set(below.tolist())  # what a token stands for is still told by concepts
+
+
+def test_reach_is_a_share_of_the_side_whatever_the_resolution() -> None:
+    coarse, fine = np.ones((36, 36), np.float32), np.ones((144, 144), np.float32)
+    fade(coarse, (6, 6), 0.2)
+    fade(fine, (12, 12), 0.2)
+    assert fine[0, 4 * 12 + 2] == pytest.approx(coarse[0, 2 * 6 + 1])
+    assert coarse[0, 2 * 6 + 1] == pytest.approx(exp(-5 / (2 * 1.2**2)))
+
+
 def test_one_token_for_each_thing_then_nothing_more_to_cover() -> None:
-    plan = TorinoX(RAW, least=0.5, concepts=1).plan(image(0, 0, 1, 0, 2, 1))
+    plan = wide(least=0.5, concepts=1).plan(image(0, 0, 1, 0, 2, 1))
     assert plan.anchor.tolist() == [0, 2, 4]
     assert plan.assigned.tolist() == [0, 0, 1, 0, 2, 1]
     assert plan.score.tolist() == [3, 2, 1]
     assert plan.concept.tolist() == [0, 1, 2]
     assert plan.offsets.diff().tolist() == [3, 2, 1]
-    assert TorinoX(RAW, least=0.5, concepts=1, form="prune").plan(image(0, 0, 1)).is_pruning
+    assert wide(least=0.5, concepts=1, form="prune").plan(image(0, 0, 1)).is_pruning
 
 
 def test_a_patch_counts_by_its_evidence() -> None:
     patches = torch.eye(3)[[0, 0, 0, 1, 2]] * torch.tensor([1.0, 1.0, 1.0, 1.0, 4.0])[:, None]
     tokens = VisualTokens(patches, (1, 5))
-    assert TorinoX(RAW, budget=1, concepts=1).plan(tokens).anchor.tolist() == [4]
-    assert TorinoX(RAW, budget=1, concepts=1, evidence="even").plan(tokens).anchor.tolist() == [0]
+    assert wide(budget=1, concepts=1).plan(tokens).anchor.tolist() == [4]
+    assert wide(budget=1, concepts=1, evidence="even").plan(tokens).anchor.tolist() == [0]
 
 
 def test_a_small_thing_survives_where_the_largest_groups_would_fill_the_budget() -> None:
@@ -148,7 +199,7 @@ def test_a_small_thing_survives_where_the_largest_groups_would_fill_the_budget()
     patches = torch.tensor([[1.0, 0.9, 0.0]] * 4 + [[0.9, 1.0, 0.0]] * 4 + [[0.0, 0.0, 1.0]])
     tokens = VisualTokens(patches, (1, 9))
     assert make("torino-p", sae=RAW, k=1, delta=1, budget=2).plan(tokens).anchor.tolist() == [0, 4]
-    assert TorinoX(RAW, budget=2, concepts=2).plan(tokens).anchor.tolist() == [0, 8]
+    assert wide(budget=2, concepts=2).plan(tokens).anchor.tolist() == [0, 8]
 
 
 def test_every_budget_begins_a_larger_one_and_least_moves_smoothly() -> None:
@@ -163,34 +214,34 @@ def test_every_budget_begins_a_larger_one_and_least_moves_smoothly() -> None:
 
 def test_images_share_a_pooled_budget() -> None:
     rich, plain = image(*range(8)), image(0, 0, 0, 0, 1, 1, 1, 2)
-    plans = TorinoX(RAW, budget=4, pooled=True, concepts=1).plan_batch([rich, plain])
+    plans = wide(budget=4, pooled=True, concepts=1).plan_batch([rich, plain])
     assert plans.lengths.sum() == 8
     assert len(plans[0]) > len(plans[1]) >= 1
     with pytest.raises(UnmetBudget, match="9 tokens an image: 2 images that share 18 have 16 patches"):
-        TorinoX(RAW, budget=9, pooled=True, concepts=1).plan_batch([rich, plain])
+        wide(budget=9, pooled=True, concepts=1).plan_batch([rich, plain])
 
 
 def test_equal_gains_of_a_pooled_budget_go_round() -> None:
     flat = image(0, 0, 0, 0, 0, 0, 0)
-    assert TorinoX(RAW, budget=3, pooled=True, concepts=1).plan_batch([flat] * 3).lengths.tolist() == [3, 3, 3]
+    assert wide(budget=3, pooled=True, concepts=1).plan_batch([flat] * 3).lengths.tolist() == [3, 3, 3]
 
 
 def test_a_pooled_budget_for_images_of_different_size() -> None:
-    plans = TorinoX(RAW, budget=3, pooled=True, concepts=1).plan_batch([image(*range(6)), image(0, 1), image(2)])
+    plans = wide(budget=3, pooled=True, concepts=1).plan_batch([image(*range(6)), image(0, 1), image(2)])
     assert plans.lengths.tolist() == [6, 2, 1]
-    alone = TorinoX(RAW, budget=3, concepts=1).plan(image(0, 0, 1, 0, 2, 1))
-    pooled = TorinoX(RAW, budget=3, pooled=True, concepts=1).plan(image(0, 0, 1, 0, 2, 1))
+    alone = wide(budget=3, concepts=1).plan(image(0, 0, 1, 0, 2, 1))
+    pooled = wide(budget=3, pooled=True, concepts=1).plan(image(0, 0, 1, 0, 2, 1))
     assert torch.equal(alone.anchor, pooled.anchor)
 
 
 def test_a_share_of_the_patches_is_pooled_too() -> None:
-    inner = TorinoX(RAW, budget=1, pooled=True, concepts=1)
+    inner = wide(budget=1, pooled=True, concepts=1)
     plans = KeepShare(inner, 0.6).plan_batch([image(*range(6)), image(0, 0, 0, 0)])  # six of ten
     assert plans.lengths.tolist() == [5, 1]
 
 
 def test_a_patch_that_overlaps_with_no_token_has_none() -> None:
-    plan = TorinoX(RAW, budget=2, concepts=1).plan(image(1, 0, 0, 2, 3, 3))
+    plan = wide(budget=2, concepts=1).plan(image(1, 0, 0, 2, 3, 3))
     assert plan.assigned.tolist() == [-1, 0, 0, -1, 1, 1]
     assert plan.sources.tolist() == [1, 2, 4, 5]
     assert plan.concept.tolist() == [0, 3]
@@ -198,20 +249,20 @@ def test_a_patch_that_overlaps_with_no_token_has_none() -> None:
     # one is silent: its evidence is none, and the others have nothing in common with it
     sae = SAE(torch.eye(2), kind="jumprelu", threshold=0.5)
     tokens = VisualTokens(torch.tensor([[1.0, 0.0], [0.1, 0.0], [1.0, 0.0], [0.0, 2.0]]), (1, 4))
-    assert TorinoX(sae, budget=2, concepts=2).plan(tokens).assigned.tolist() == [0, -1, 0, 1]
+    assert wide(sae, budget=2, concepts=2).plan(tokens).assigned.tolist() == [0, -1, 0, 1]
 
 
 def test_the_concept_of_a_token_is_what_its_patches_share() -> None:
     # the kept patch is loudest in latent 0, and what all three have is latent 1
     patches = torch.tensor([[1.1, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.9, 0.4]])
-    plan = TorinoX(RAW, budget=1, concepts=3).plan(VisualTokens(patches, (1, 3)))
+    plan = wide(budget=1, concepts=3).plan(VisualTokens(patches, (1, 3)))
     assert plan.concept.tolist() == [1]
 
 
 def test_merging_adds_what_a_token_stands_for_and_keeps_its_length() -> None:
     patches = torch.tensor([[3.0, 0.0, 0.1], [2.0, 0.0, 0.5], [0.0, 5.0, 0.0]])
     tokens = VisualTokens(patches, (1, 3))
-    plan = TorinoX(RAW, budget=2, concepts=3).plan(tokens)
+    plan = wide(budget=2, concepts=3).plan(tokens)
     merged = plan.apply(patches)
     assert plan.offsets.diff().tolist() == [2, 1]
     assert torch.allclose(merged.norm(dim=1), patches[plan.anchor].norm(dim=1))
@@ -226,6 +277,8 @@ def test_merging_adds_what_a_token_stands_for_and_keeps_its_length() -> None:
         {"form": "prune", "budget": 7},
         {"pick": "far", "least": 0.3},
         {"budget": 6, "pooled": True},
+        {"budget": 5, "reach": None},
+        {"budget": 5, "pick": "place"},
     ],
 )
 @pytest.mark.parametrize("reader", ["raw", "sae"])
@@ -271,7 +324,11 @@ def test_a_threshold_for_a_wanted_average(pick: Any, noise: float) -> None:
         ({"pooled": "no", "budget": 4}, "pooled must be True or False"),
         ({"least": float("nan")}, "least"),
         ({"pooled": True}, "pooled images share a budget"),
+        ({"reach": 0}, "reach must be more than 0"),
+        ({"reach": -0.1}, "reach must be a finite number"),
+        ({"reach": "near"}, "reach"),
         ({"pick": "near"}, "pick"),
+        ({"pick": "place", "reach": None}, "pick='place' covers by place alone"),
         ({"form": "sum"}, "form"),
         ({"evidence": "none"}, "evidence"),
         ({"positions": "own"}, "positions"),

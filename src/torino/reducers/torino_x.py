@@ -1,4 +1,4 @@
-"""TORINO-X: a few patches that cover all others, by the overlap of whole sparse codes.
+"""TORINO-X: a few patches that cover all others, by the overlap of whole sparse codes and by place.
 
 Beyond the paper; ``docs/beyond.md`` has what each choice was measured to give.
 """
@@ -24,7 +24,7 @@ from torino.stages import stage
 from torino.tokens import VisualTokens, pack_patches
 
 Order = Literal["raster", "native"]
-Pick = Literal["cover", "far"]
+Pick = Literal["cover", "far", "place"]
 Evidence = Literal["peak", "even"]
 Form = Literal["merge", "prune"]
 Floats = NDArray[np.float32]
@@ -36,8 +36,9 @@ TIE = 1e-4  # of a patch: gains this near count as equal, whatever order sums we
 class TorinoX(Reducer):
     """Keep the patches whose concepts cover those of all others best, one by one (TORINO-X).
 
-    Each patch has a sparse code, its ``concepts`` strongest latents as a vector of length 1; o(i, j), the product of
-    two codes, is how much they overlap. What patches S cover is f(S) = Σ_j w_j · max_{i∈S} o(i, j), at most N, with
+    Each patch has a sparse code, its ``concepts`` strongest latents as a vector of length 1. How much two patches
+    overlap, o(i, j), is the product of their codes times exp(−d²/2r²), d patches apart, with r = ``reach`` · √N: the
+    same concept far away is another thing. What patches S cover is f(S) = Σ_j w_j · max_{i∈S} o(i, j), at most N, with
     w_j = a(j) over its mean: a patch counts by its peak activation. The patch that adds most to f is kept, then the
     next, until the budget is full or the next would add less than ``least`` patches. Gains never rise, so every budget
     is the beginning of a larger one, and ``least`` moves the length smoothly; an image of few things is covered soon.
@@ -61,8 +62,12 @@ class TorinoX(Reducer):
         So plans depend on what else is in the batch; an image alone gets the budget.
     concepts : int
         Latents of a code.
-    pick : {"cover", "far"}
-        What to keep next: what adds most to the cover; or, as an ablation, the patch that overlaps least with any kept.
+    reach : float, optional
+        How far a concept reaches, as a share of the side of a square picture. None: over the whole picture, wherever
+        two patches are.
+    pick : {"cover", "far", "place"}
+        What to keep next: what adds most to the cover; or, as ablations, the patch that overlaps least with any kept,
+        or what covers most by place alone, whatever it shows: patches spread over the picture.
     evidence : {"peak", "even"}
         Whether a patch counts by its peak activation, or all count alike.
     form : {"merge", "prune"}
@@ -81,6 +86,7 @@ class TorinoX(Reducer):
     least: float = 0.5
     pooled: bool = False
     concepts: int = 8
+    reach: float | None = 0.2
     pick: Pick = "cover"
     evidence: Evidence = "peak"
     form: Form = "merge"
@@ -99,10 +105,17 @@ class TorinoX(Reducer):
         check_count("budget", 1 if self.budget is None else self.budget)
         check_count("concepts", self.concepts)
         check_number("least", self.least)
+        check_number("reach", 1.0 if self.reach is None else self.reach)
+        if self.reach == 0:
+            raise BadParameter(
+                "reach must be more than 0, got 0: no two patches would overlap. Give None for no limit."
+            )
         check_flag("pooled", self.pooled)
         if self.pooled and self.budget is None:
             raise BadParameter("pooled images share a budget, and none was given. Give budget=..., or leave it out.")
         check_choice("pick", self.pick, Pick)
+        if self.pick == "place" and self.reach is None:
+            raise BadParameter("pick='place' covers by place alone, and reach=None leaves that out. Give a reach.")
         check_choice("evidence", self.evidence, Evidence)
         check_choice("form", self.form, Form)
         check_choice("order", self.order, Order)
@@ -128,15 +141,25 @@ class TorinoX(Reducer):
         """Plan all images: one pass of the SAE, then one walk over each, two where they share a budget."""
         found = self._encode(images)
         with stage("grouping"):
-            most = self._most(found)
+            most = self._most(images, found)
             return ReductionBatch.of([self._plan(*parts) for parts in zip(images, found, most, strict=True)])
 
     def gains(self, images: Sequence[VisualTokens]) -> list[Floats]:
         """What each further token of an image would add, all N of them, falling: what lengths are decided by."""
-        return [self._gains(one) for one in self._encode(images)]
+        return [self._gains(*one) for one in zip(images, self._encode(images), strict=True)]
 
-    def _gains(self, concepts: Concepts) -> Floats:
-        return WALKS[self.pick](overlaps_of(concepts), self._weight(concepts), len(concepts), 0.0)[1]
+    def _gains(self, image: VisualTokens, concepts: Concepts) -> Floats:
+        return self._walk(image, concepts, self._overlap(image, concepts), len(concepts), 0.0)[1]
+
+    def _walk(
+        self, image: VisualTokens, concepts: Concepts, overlap: Floats, most: int, least: float
+    ) -> tuple[Ints, Floats]:
+        """The patches to keep, in their order, and what each adds."""
+        if self.pick == "place" and self.reach is not None:
+            alone = np.ones_like(overlap)
+            fade(alone, image.grid, self.reach)
+            return cover(alone, np.ones(len(alone), np.float32), most, least)
+        return (far if self.pick == "far" else cover)(overlap, self._weight(concepts), most, least)
 
     def _encode(self, images: Sequence[VisualTokens]) -> list[Concepts]:
         packed = pack_patches(images)
@@ -149,18 +172,25 @@ class TorinoX(Reducer):
             parts = [part.cpu().split(lengths) for part in (found.indices, found.values, found.peak)]
             return [Concepts(*one) for one in zip(*parts, strict=True)]
 
+    def _overlap(self, image: VisualTokens, concepts: Concepts) -> Floats:
+        """How much two patches overlap, by their codes and by how near they are."""
+        overlap = overlaps_of(concepts)
+        if self.reach is not None:
+            fade(overlap, image.grid, self.reach)
+        return overlap
+
     def _weight(self, concepts: Concepts) -> Floats:
         """How much each patch counts, 1 on average; of a silent one nothing is known, and it counts nothing."""
         peak = concepts.peak.double().numpy()
         return (np.ones_like(peak) if self.evidence == "even" else share_of(peak)).astype(np.float32)
 
-    def _most(self, found: Sequence[Concepts]) -> list[int]:
+    def _most(self, images: Sequence[VisualTokens], found: Sequence[Concepts]) -> list[int]:
         """How many tokens each image may keep at most; exactly, where there is a budget."""
         sizes = [len(one) for one in found]
         if self.budget is None:
             return sizes
         if self.pooled:
-            return self._shared(found, self.budget * len(found), sum(sizes))
+            return self._shared(images, found, self.budget * len(found), sum(sizes))
         for number, size in enumerate(sizes):
             if self.budget > size:
                 raise UnmetBudget(
@@ -169,14 +199,14 @@ class TorinoX(Reducer):
                 )
         return [self.budget] * len(found)
 
-    def _shared(self, found: Sequence[Concepts], wanted: int, most: int) -> list[int]:
+    def _shared(self, images: Sequence[VisualTokens], found: Sequence[Concepts], wanted: int, most: int) -> list[int]:
         """Cut each walk where the gains of all images together leave the budget; equal ones by turns."""
         if wanted > most:
             raise UnmetBudget(
                 f"{self.name} cannot give {self.budget} tokens an image: {len(found)} images that share {wanted} have "
                 f"{most} patches together. Lower the budget."
             )
-        gains = [self._gains(one) for one in found]
+        gains = [self._gains(*one) for one in zip(images, found, strict=True)]
         image = np.repeat(np.arange(len(gains)), [len(one) for one in gains])
         turn = np.concatenate([np.arange(len(one)) for one in gains])
         gain = np.where(turn == 0, np.inf, np.concatenate(gains))  # the first of each image stays
@@ -184,9 +214,9 @@ class TorinoX(Reducer):
         return np.bincount(image[taken], minlength=len(gains)).tolist()
 
     def _plan(self, image: VisualTokens, concepts: Concepts, most: int) -> Reduction:
-        overlap = overlaps_of(concepts)
+        overlap = self._overlap(image, concepts)
         least = self.least if self.budget is None else 0.0
-        kept, gains = WALKS[self.pick](overlap, self._weight(concepts), most, least)
+        kept, gains = self._walk(image, concepts, overlap, most, least)
         order = np.argsort(kept) if self.order == "raster" else np.arange(len(kept))
         kept, gains = kept[order], gains[order]
         assigned = np.where(overlap[kept].max(0) > 0, overlap[kept].argmax(0), -1)
@@ -242,6 +272,18 @@ def overlaps_of(concepts: Concepts) -> Floats:
     return overlap
 
 
+def fade(overlap: Floats, grid: tuple[int, int], reach: float) -> None:
+    """Let overlap fade with distance, in place: times exp(−d²/2r²) at d patches, with r = reach · √N."""
+    radius = reach * np.sqrt(len(overlap))
+    # d² is that of rows plus that of columns: two factors that are small, in place of one as large as the overlap
+    rows, columns = (
+        np.exp(-0.5 * (np.subtract.outer(np.arange(n), np.arange(n)) / radius) ** 2).astype(np.float32) for n in grid
+    )
+    pairs = overlap.reshape(*grid, *grid)
+    pairs *= rows[:, None, :, None]
+    pairs *= columns[None, :, None, :]
+
+
 def cover(overlap: Floats, weight: Floats, most: int, least: float) -> tuple[Ints, Floats]:
     """Pick what adds most to Σ_j weight(j) · max over picked i of overlap(i, j), again and again.
 
@@ -290,6 +332,3 @@ def far(overlap: Floats, weight: Floats, most: int, least: float) -> tuple[Ints,
         lack = np.minimum(lack, 1 - overlap[best])
         lack[picked[: step + 1]] = -np.inf
     return picked, np.minimum.accumulate(gains)
-
-
-WALKS = {"cover": cover, "far": far}
