@@ -1,7 +1,8 @@
 """How far one method leads in every tier of a run: itself, the best of the others, and the paired difference.
 
 The report must have been made with that method in the middle: ``torino report RUN --by image --versus torino-x``. "Best
-other" is picked by the same scores, which flatters it. A method's dynamic setting counts as another method.
+other" is picked by the same scores, which flatters it. A method's dynamic setting counts as another method; the same
+method with hyperparameters that were written out (``torino-x(budget=64, reach=None)``) does not, and has no line.
 
     python scripts/lead.py build/lab/run                        # Markdown
     python scripts/lead.py build/lab/run build/lab2/run --method torino-x
@@ -25,8 +26,9 @@ def name_of(row: dict[str, Any]) -> str:
 def lead(tier: dict[str, Any], method: str) -> list[str]:
     """One line of the table."""
     rows = {row["ids"][0]: row for row in tier["rows"]}
-    mine = next(row for row in rows.values() if row["method"] == method and not row["dynamic"])
-    others = sorted((row for row in rows.values() if row is not mine), key=lambda row: -row["relative"]["value"])
+    own = [row for row in rows.values() if row["method"] == method and not row["dynamic"]]
+    mine = min(own, key=lambda row: row["label"].startswith(f"{method}("))
+    others = sorted((row for row in rows.values() if row not in own), key=lambda row: -row["relative"]["value"])
     best, versus = others[0], others[0]["versus"]
     low, high, p = -versus["high"], -versus["low"], versus["p"]
     bold = "**" if low > 0 or high < 0 else ""

@@ -27,11 +27,12 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     before = set(sys.modules)
     import blind_lab
+    import lead
     import models_lab
     import train_lab
     import try_reducers
 
-    yield SimpleNamespace(blind=blind_lab, models=models_lab, train=train_lab, tries=try_reducers)
+    yield SimpleNamespace(blind=blind_lab, lead=lead, models=models_lab, train=train_lab, tries=try_reducers)
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == SCRIPTS:
             del sys.modules[name]
@@ -64,6 +65,30 @@ def test_what_looking_adds_is_drawn_by_picture(scripts: SimpleNamespace) -> None
     low, high = scripts.blind.gained(of, own, dict.fromkeys(indices, 0.0))
     assert low == pytest.approx(50 - 1.96 * 50 / 20**0.5, abs=4)
     assert high == pytest.approx(50 + 1.96 * 50 / 20**0.5, abs=4)
+
+
+def test_a_lead_is_over_other_methods_not_over_itself(scripts: SimpleNamespace) -> None:
+    def row(method: str, label: str, value: float, dynamic: bool = False) -> dict[str, Any]:
+        versus = {"value": value - 96.0, "low": value - 99.0, "high": value - 95.0, "p": 0.04}
+        return {
+            "ids": [label],
+            "method": method,
+            "label": label,
+            "dynamic": dynamic,
+            "relative": {"value": value},
+            "versus": versus,
+        }
+
+    rows = [
+        row("torino-x", "torino-x(budget=192, reach=None)", 97.0),
+        row("random", "Random", 94.0),
+        row("torino-x", "TORINO-X", 96.0),
+        row("torino-p", "TORINO-P", 93.0, dynamic=True),
+        row("torino-p", "TORINO_FB-P", 92.0),
+    ]
+    line = scripts.lead.lead({"tokens": 192, "rows": rows}, "torino-x")
+    assert line == ["192", "96.0", "1", "Random 94.0", "**+2.0 [1.0, 5.0]**", "0.040", "TORINO-P 93.0", "92.0"]
+    assert scripts.lead.lead({"tokens": 192, "rows": rows}, "torino-p")[:3] == ["192", "92.0", "5"]
 
 
 def report(path: Path, tiers: dict[str, dict[str, str]]) -> Path:

@@ -393,7 +393,8 @@ def _compare(marks: _Marks, document: Document, versus: str | None) -> None:
     found = False
     for tier in document["tiers"]:
         named = [row for row in tier["rows"] if wanted in (row["method"].casefold(), row["label"].casefold())]
-        named.sort(key=lambda row: not row["dynamic"])
+        # a method with its own defaults comes before one whose hyperparameters were written out
+        named.sort(key=lambda row: (not row["dynamic"], row["label"].startswith(f"{row['method']}(")))
         chosen = next(iter([*exact, *named]), None)
         if chosen is None:
             continue

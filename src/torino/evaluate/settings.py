@@ -239,11 +239,14 @@ def _budgeted(
         tier=tier,
         budget=budget,
     )
+    cls = get(method)
+    plain = {one.name: one.default for one in fields(cls)} if is_dataclass(cls) else {}
+    told = [f"{name}={plain[name]!r}" for name in cls.always_shown if f"{name}=" not in hyper]
     found: list[Setting] = []
     for label in labels:
         for seed in range(seeds) if drawn else [None]:
             given = [hyper] if hyper else []
-            given += [f"budget={budget}"] + ([f"seed={seed}"] if seed is not None else [])
+            given += [f"budget={budget}", *told] + ([f"seed={seed}"] if seed is not None else [])
             spec = f"{method}({', '.join(given)})"
             name = _id(f"{method}@{tier}" + (f"#{seed}" if seed is not None else ""), label if len(saes) > 1 else None)
             found.append(replace(base, id=name, spec=spec, sae=label, seed=seed))

@@ -101,7 +101,7 @@ class Reducer(ABC):
     def spec(self) -> str:
         """Name and hyperparameters as text that :func:`make` reads back; objects such as the SAE are left out."""
         shown = [
-            f"{field.name}={getattr(self, field.name)!r}"
+            f"{field.name}={_text(getattr(self, field.name))}"
             for field in _plain_fields(self)
             if field.name in self.always_shown or getattr(self, field.name) != field.default
         ]
@@ -110,6 +110,12 @@ class Reducer(ABC):
     def __repr__(self) -> str:
         """Return the spec."""
         return self.spec
+
+
+def _text(value: object) -> str:
+    return (
+        repr(float(value)) if isinstance(value, float) else repr(value)
+    )  # numpy's floats have a spelling of their own
 
 
 def _of_tokens(plan: Callable[[Any, VisualTokens], Reduction]) -> Callable[[Any, VisualTokens], Reduction]:

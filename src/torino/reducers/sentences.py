@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, get_args
 
 import torch
@@ -20,7 +21,7 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 
 def check_number(name: str, value: object, least: float = 0.0) -> None:
     """Refuse anything but a finite number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= sys.float_info.max:
         raise BadParameter(f"{name} must be a finite number of at least {least:g}, got {value!r}.")
 
 

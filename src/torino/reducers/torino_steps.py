@@ -39,7 +39,8 @@ DEEPER = 8  # further concepts that a giant group is split by, at most
 class TorinoSteps(Reducer):
     """TORINO whose steps can be exchanged one at a time, for ablations; as it stands it is torino-m.
 
-    Groups are those of ``torino-m``. Codes and what they cover are those of ``torino-x``, with 16 concepts.
+    Groups are those of ``torino-m``. Codes and what they cover are those of ``torino-x``, with 16
+    concepts, wherever patches are.
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ class TorinoX(Reducer):
     same concept far away is another thing. What patches S cover is f(S) = Σ_j w_j · max_{i∈S} o(i, j), at most N, with
     w_j = a(j) over its mean: a patch counts by its peak activation. The patch that adds most to f is kept, then the
     next, until the budget is full or the next would add less than ``least`` patches. Gains never rise, so every budget
-    is the beginning of a larger one, and ``least`` moves the length smoothly; an image of few things is covered soon.
+    is the beginning of a larger one, and ``least`` moves the length smoothly; an image of few things is covered sooner.
     Ties go to the lowest index. The score of a token is its gain; it stands for the patches that overlap more with it
     than with any other kept one, and is their sum by overlap, brought to the length of the kept patch, at its place.
     A patch that overlaps with no kept one has no token.
@@ -67,7 +67,7 @@ class TorinoX(Reducer):
         two patches are.
     pick : {"cover", "far", "place"}
         What to keep next: what adds most to the cover; or, as ablations, the patch that overlaps least with any kept,
-        or what covers most by place alone, whatever it shows: patches spread over the picture.
+        or what covers most by place alone, whatever it shows and however loud: patches spread over the picture.
     evidence : {"peak", "even"}
         Whether a patch counts by its peak activation, or all count alike.
     form : {"merge", "prune"}
@@ -95,6 +95,7 @@ class TorinoX(Reducer):
     rank: Rank = "activation"
 
     paper: ClassVar[str] = "ours, docs/beyond.md"
+    always_shown: ClassVar[tuple[str, ...]] = ("reach",)  # its default was None once: a spec tells which it is
     adaptive: ClassVar[bool] = True
     merges: ClassVar[bool] = True
     cost: ClassVar[str] = "O(N·D·C + B·N²) at worst"
@@ -156,9 +157,8 @@ class TorinoX(Reducer):
     ) -> tuple[Ints, Floats]:
         """The patches to keep, in their order, and what each adds."""
         if self.pick == "place" and self.reach is not None:
-            alone = np.ones_like(overlap)
-            fade(alone, image.grid, self.reach)
-            return cover(alone, np.ones(len(alone), np.float32), most, least)
+            near = fade(np.ones_like(overlap), image.grid, self.reach)
+            return cover(near, np.ones(len(near), np.float32), most, least)
         return (far if self.pick == "far" else cover)(overlap, self._weight(concepts), most, least)
 
     def _encode(self, images: Sequence[VisualTokens]) -> list[Concepts]:
@@ -175,9 +175,7 @@ class TorinoX(Reducer):
     def _overlap(self, image: VisualTokens, concepts: Concepts) -> Floats:
         """How much two patches overlap, by their codes and by how near they are."""
         overlap = overlaps_of(concepts)
-        if self.reach is not None:
-            fade(overlap, image.grid, self.reach)
-        return overlap
+        return overlap if self.reach is None else fade(overlap, image.grid, self.reach)
 
     def _weight(self, concepts: Concepts) -> Floats:
         """How much each patch counts, 1 on average; of a silent one nothing is known, and it counts nothing."""
@@ -219,7 +217,7 @@ class TorinoX(Reducer):
         kept, gains = self._walk(image, concepts, overlap, most, least)
         order = np.argsort(kept) if self.order == "raster" else np.arange(len(kept))
         kept, gains = kept[order], gains[order]
-        assigned = np.where(overlap[kept].max(0) > 0, overlap[kept].argmax(0), -1)
+        assigned = np.where(overlap[kept].max(0) > TIE, overlap[kept].argmax(0), -1)
         assigned[kept] = np.arange(len(kept))
         member, row, size = kept, np.arange(len(kept)), np.ones(len(kept), np.int64)
         weight = np.ones(len(kept), np.float32)
@@ -272,16 +270,15 @@ def overlaps_of(concepts: Concepts) -> Floats:
     return overlap
 
 
-def fade(overlap: Floats, grid: tuple[int, int], reach: float) -> None:
-    """Let overlap fade with distance, in place: times exp(−d²/2r²) at d patches, with r = reach · √N."""
-    radius = reach * np.sqrt(len(overlap))
+def fade(overlap: Floats, grid: tuple[int, int], reach: float) -> Floats:
+    """Overlap that fades with distance: times exp(−d²/2r²) at d patches, with r = reach · √N."""
     # d² is that of rows plus that of columns: two factors that are small, in place of one as large as the overlap
-    rows, columns = (
-        np.exp(-0.5 * (np.subtract.outer(np.arange(n), np.arange(n)) / radius) ** 2).astype(np.float32) for n in grid
-    )
-    pairs = overlap.reshape(*grid, *grid)
-    pairs *= rows[:, None, :, None]
+    with np.errstate(over="ignore"):  # a reach next to nothing, or without end
+        apart = [np.subtract.outer(np.arange(n), np.arange(n)) / (reach * np.sqrt(len(overlap))) for n in grid]
+        rows, columns = (np.exp(-0.5 * one**2).astype(np.float32) for one in apart)
+    pairs = overlap.reshape(*grid, *grid) * rows[:, None, :, None]
     pairs *= columns[None, :, None, :]
+    return pairs.reshape(overlap.shape)
 
 
 def cover(overlap: Floats, weight: Floats, most: int, least: float) -> tuple[Ints, Floats]:
