@@ -142,11 +142,12 @@ def test_the_shipped_model_says_what_it_sees() -> None:
 
 
 @needs_package
-def test_the_third_model_is_whole() -> None:
-    third = Path(__file__).parents[1] / "labs" / "third"
-    model, processor = open_vlm(third, "cpu")
-    assert model.config.vision_feature_layer == 10
-    reducer = make("torino-x(budget=64)", sae=lab_sae(third / "sae"))
+@pytest.mark.parametrize(("name", "layer"), [("third", 10), ("fourth", 9)])
+def test_models_to_confirm_on_are_whole(name: str, layer: int) -> None:
+    folder = Path(__file__).parents[1] / "labs" / name
+    model, processor = open_vlm(folder, "cpu")
+    assert model.config.vision_feature_layer == layer
+    reducer = make("torino-x(budget=64)", sae=lab_sae(folder / "sae"))
     photo, question = example_folder() / "photos" / "astronaut.jpg", "Is there a person in the photo?"
     told = ask(photo, question, model=model, processor=processor, reducer=reducer, baseline=True)
     assert told.baseline is not None
