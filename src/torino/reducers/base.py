@@ -113,9 +113,8 @@ class Reducer(ABC):
 
 
 def _text(value: object) -> str:
-    return (
-        repr(float(value)) if isinstance(value, float) else repr(value)
-    )  # numpy's floats have a spelling of their own
+    # numpy's floats have a spelling of their own, which make does not read
+    return repr(float(value)) if isinstance(value, float) else repr(value)
 
 
 def _of_tokens(plan: Callable[[Any, VisualTokens], Reduction]) -> Callable[[Any, VisualTokens], Reduction]:

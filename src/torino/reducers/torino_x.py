@@ -44,7 +44,7 @@ class TorinoX(Reducer):
     is the beginning of a larger one, and ``least`` moves the length smoothly; an image of few things is covered sooner.
     Ties go to the lowest index. The score of a token is its gain; it stands for the patches that overlap more with it
     than with any other kept one, and is their sum by overlap, brought to the length of the kept patch, at its place.
-    A patch that overlaps with no kept one has no token.
+    A patch that overlaps with no kept one, or hardly, has no token.
 
     Reads the patches. Beyond the paper: its top-k sets and δ become codes and their overlap, and what survives a budget
     is not the largest groups but what covers most of what is not covered yet.
