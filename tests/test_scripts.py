@@ -27,12 +27,15 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     before = set(sys.modules)
     import blind_lab
+    import draw_tiers
     import lead
     import models_lab
     import train_lab
     import try_reducers
 
-    yield SimpleNamespace(blind=blind_lab, lead=lead, models=models_lab, train=train_lab, tries=try_reducers)
+    yield SimpleNamespace(
+        blind=blind_lab, lead=lead, models=models_lab, tiers=draw_tiers, train=train_lab, tries=try_reducers
+    )
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == SCRIPTS:
             del sys.modules[name]
@@ -146,3 +149,28 @@ def test_what_the_tower_saw_is_not_taken_for_something_else(scripts: SimpleNames
     write_json(tmp_path / "features" / "corpus.json", {})
     with pytest.raises(SystemExit, match="of other pictures"):
         scripts.train.look(corpus, tmp_path, 7)
+
+
+def test_tiers_are_drawn_and_name_who_comes_next(
+    scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variant = {"torino-x(budget=9, reach=None)": "99.00%"}
+    one = report(
+        tmp_path / "1.md",
+        {
+            "64 tokens (↓89 %)": {"A": "90.00%", "B": "95.00%", "TORINO-X": "80.00%"} | variant,
+            "47 tokens (↓92 %)": {"A": "92.00%", "B": "91.00%", "TORINO-X": "93.00%"},
+        },
+    )
+    other = report(tmp_path / "2.md", {"64 tokens (↓89 %)": {"A": "94.00%", "C": "1.00%", "TORINO-X": "95.00%"}})
+    models = [scripts.models.read([one]), scripts.models.read([other])]
+    assert scripts.tiers.best_others(models, "TORINO-X") == ["A", "B"]  # neither C nor the method's own variant
+    said = ["draw_tiers.py", "--model", "one", str(one), "--model", "two", str(other), "--output"]
+    monkeypatch.setattr(sys, "argv", [*said, str(tmp_path / "tiers.png")])
+    scripts.tiers.main()
+    with Image.open(tmp_path / "tiers.png") as picture:
+        assert picture.width > picture.height > 300
+    monkeypatch.setattr(sys, "argv", [*said, str(tmp_path / "none.png"), "--tiers", "7"])
+    with pytest.raises(SystemExit):
+        scripts.tiers.main()
+    assert "no report of 'one' has TORINO-X at any of [7] tokens" in capsys.readouterr().err
