@@ -36,7 +36,7 @@ def measure(batch: Batch, budgets: tuple[int, ...], rounds: int) -> list[list[st
     """Both methods at every budget, in turn."""
     rows: list[list[str]] = []
     for budget in budgets:
-        specs = {"m": f"torino-m(k=3, delta=3, budget={budget})", "x": f"torino-x(budget={budget})"}
+        specs = {"m": f"torino-m(k={K}, delta={DELTA}, budget={budget})", "x": f"torino-x(budget={budget})"}
         tasks = {(name, how): whole(batch, spec, how) for how in ("off", "int8") for name, spec in specs.items()}
         seconds = time_side_by_side({" ".join(key): task for key, task in tasks.items()}, rounds)
         row = [batch.name.rsplit(", ", 1)[-1], str(budget)]

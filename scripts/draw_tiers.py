@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from models_lab import Scores, read
+from models_lab import Scores, is_own, read
 
 from torino.plots.style import GRID, INK, PAGE, RED, SOFT, look, new_figure, save_figure, styled
 
@@ -28,14 +28,9 @@ def best_others(models: list[dict[int, Scores]], method: str) -> list[str]:
     firsts: dict[str, int] = {}
     for model in models:
         for scores in model.values():
-            best = max((label for label in scores if not same(label, method)), key=lambda label: scores[label])
+            best = max((label for label in scores if not is_own(label, method)), key=lambda label: scores[label])
             firsts[best] = firsts.get(best, 0) + 1
     return sorted(firsts, key=lambda label: (-firsts[label], label))
-
-
-def same(label: str, method: str) -> bool:
-    """Whether a label is the method or a variant of it that was written out."""
-    return label == method or label.lower().startswith(f"{method.lower()}(")
 
 
 def main() -> None:
@@ -61,7 +56,7 @@ def main() -> None:
         figure = new_figure(PAGE, 2.9)
         panels = figure.subplots(1, len(models), sharex=True, sharey=True, squeeze=False)[0]
         for axis, (title, tiers) in zip(panels, models.items(), strict=True):
-            labels = {label for scores in tiers.values() for label in scores if not same(label, args.method)}
+            labels = {label for scores in tiers.values() for label in scores if not is_own(label, args.method)}
             for label in sorted(labels, key=lambda label: label in looks):
                 at = sorted(tier for tier in tiers if label in tiers[tier])
                 style = looks.get(label, {"color": GRID, "linewidth": 0.7, "zorder": 1})

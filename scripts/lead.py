@@ -1,8 +1,9 @@
 """How far one method leads in every tier of a run: itself, the best of the others, and the paired difference.
 
-The report must have been made with that method in the middle: ``torino report RUN --by image --versus torino-x``. "Best
-other" is picked by the same scores, which flatters it. A method's dynamic setting counts as another method; the same
-method with hyperparameters that were written out (``torino-x(budget=64, reach=None)``) does not, and has no line.
+The report must have been made with that method in the middle: ``torino report RUN --by image --versus torino-x``; the
+row that it compares all others with is the method's. "Best other" is picked by the same scores, which flatters it. The
+method with hyperparameters that were written out (``torino-x(budget=64, reach=None)``) is not another, and has no line;
+with a length of its own where the row has a budget, it is.
 
     python scripts/lead.py build/lab/run                        # Markdown
     python scripts/lead.py build/lab/run build/lab2/run --method torino-x
@@ -25,17 +26,17 @@ def name_of(row: dict[str, Any]) -> str:
 
 def lead(tier: dict[str, Any], method: str) -> list[str]:
     """One line of the table."""
-    rows = {row["ids"][0]: row for row in tier["rows"]}
-    own = [row for row in rows.values() if row["method"] == method and not row["dynamic"]]
-    mine = min(own, key=lambda row: row["label"].startswith(f"{method}("))
-    others = sorted((row for row in rows.values() if row not in own), key=lambda row: -row["relative"]["value"])
+    # the one that the report compares all others with
+    mine = next(row for row in tier["rows"] if row["method"] == method and row.get("versus") is None)
+    others = [row for row in tier["rows"] if row is not mine and not row["label"].startswith(f"{method}(")]
+    others.sort(key=lambda row: -row["relative"]["value"])
     best, versus = others[0], others[0]["versus"]
     low, high, p = -versus["high"], -versus["low"], versus["p"]
     bold = "**" if low > 0 or high < 0 else ""
     difference = f"{bold}{-versus['value']:+.1f} [{low:.1f}, {high:.1f}]{bold}".replace("-", "−")
     place = 1 + sum(row["relative"]["value"] > mine["relative"]["value"] for row in others)
     fixed = [row for name in OWN for row in others if row["method"] == name and not row["dynamic"]]
-    second = f"{others[1]['label']} {others[1]['relative']['value']:.1f}"
+    second = f"{name_of(others[1])} {others[1]['relative']['value']:.1f}"
     return [
         str(tier["tokens"]),
         f"{mine['relative']['value']:.1f}",

@@ -39,9 +39,15 @@ def read(files: list[Path]) -> dict[int, Scores]:
     return tiers
 
 
+def is_own(label: str, method: str) -> bool:
+    """Whether a label is the method's, also with hyperparameters that were written out."""
+    return label == method or label.startswith(f"{method.lower()}(")
+
+
 def line(tier: int, models: list[Scores], method: str) -> list[str]:
     """One row: the method's mean and place, the best other by the mean, and the same on each model."""
-    shared = [label for label in models[0] if all(label in scores for scores in models)]
+    shared = [one for one in models[0] if all(one in scores for scores in models)]
+    shared = [one for one in shared if one == method or not is_own(one, method)]
     mean = {label: sum(scores[label] for scores in models) / len(models) for label in shared}
     if method not in mean:
         raise SystemExit(f"{method} is not in every table of {tier} tokens; there are {', '.join(sorted(mean))}.")

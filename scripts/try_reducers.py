@@ -21,6 +21,7 @@ Examples
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 import time
@@ -34,7 +35,7 @@ import numpy as np
 import torch
 from lab_reader import read_reader
 from tokenizers import Tokenizer
-from train_lab import Judged, judge, look, questions, shards
+from train_lab import judge, look, questions, shards
 
 from torino import SAE, RawEmbedding, VisualTokens, calibrate_cover, make
 from torino.errors import TorinoError
@@ -109,17 +110,16 @@ class Bench:
 
     def order(self) -> tuple[np.ndarray, np.ndarray]:
         """Picture and family, as a number, of each question."""
-        told = [Judged(i, one["kind"], False, 0.0) for i, some in enumerate(self.asked) for one in some]
-        names = list(FAMILIES)
-        return np.array([one.picture for one in told]), np.array([names.index(FAMILY[one.kind]) for one in told])
+        told = [(i, list(FAMILIES).index(FAMILY[one["kind"]])) for i, some in enumerate(self.asked) for one in some]
+        return np.array([i for i, _ in told]), np.array([family for _, family in told])
 
 
 class Table:
     """Prints one line for each, with the difference to a first one."""
 
-    def __init__(self, bench: Bench, seed: int = 0) -> None:
+    def __init__(self, bench: Bench) -> None:
         self.picture, self.family = bench.order()
-        draws = np.random.default_rng(seed).integers(0, len(bench.pictures), (DRAWS, len(bench.pictures)))
+        draws = np.random.default_rng(0).integers(0, len(bench.pictures), (DRAWS, len(bench.pictures)))
         self.weight = np.stack([np.bincount(one, minlength=len(bench.pictures)) for one in draws])[:, self.picture]
 
     def means(self, value: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -163,7 +163,7 @@ def main() -> None:
     add("--pictures", type=int, default=300)
     add("--fit", type=int, default=0, help="torino-x also with lengths of its own, fitted on so many other pictures")
     add("--threads", type=int, default=2)
-    add("--output", type=Path, help="JSON, added to; what is in it is not tried again")
+    add("--output", type=Path, help="JSON, added to; what is in it, by the same code, is not tried again")
     args = parser.parse_args()
     if args.fit and not args.budgets:
         parser.error("--fit needs --budgets: lengths are fitted to them")
@@ -191,12 +191,15 @@ def main() -> None:
                 reducer = bench.fitted(cast(TorinoX, reducer))
             label = "full" if reducer is None else reducer.spec
             placed = place(args.positions, reducer)
-            key = f"{label} @ {bench.step}, {args.pictures} pictures, {named}, {placed}, {bench.fingerprint}"
+            code = "" if reducer is None else f", code {_hash(Path(inspect.getfile(type(reducer))))}"
+            key = f"{label} @ {bench.step}, {args.pictures} pictures, {named}, {placed}, {bench.fingerprint}{code}"
             if key not in held:
                 try:
                     plans = None if reducer is None else reducer.plan_batch(bench.images)
                 except TorinoError as error:
                     print(f"{label}: {error}", file=sys.stderr)
+                    if first is None:
+                        sys.exit("The others are compared with it: give another one first, or with --against.")
                     continue
                 held[key] = bench.run(plans, placed == "original")
                 if args.output:

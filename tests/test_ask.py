@@ -266,10 +266,26 @@ def test_a_share_of_the_tokens(opened: tuple[Any, Any], reducer: Reducer) -> Non
     assert [len(plan) for plan in answer.reductions] == [4, 4]
     assert answer.reduction.by == "torino-m(k=1, delta=1, budget=4)"
     assert keep.needs == reducer.needs
+    assert keep.placed == "compact"
     with pytest.raises(BadParameter, match="share"):
         KeepShare(reducer, 1.5)
     with pytest.raises(BadParameter, match="takes no budget"):
         KeepShare(keep, 0.5)
+
+
+def test_a_share_is_numbered_as_its_method_has_it(opened: tuple[Any, Any], reducer: Any) -> None:
+    model, processor = opened
+    inner = make("torino-x", sae=reducer.sae, budget=4)
+    seen: list[list[int]] = []
+    hook = model.model.language_model.register_forward_pre_hook(
+        lambda _, a, given: seen.append(given["position_ids"].flatten().tolist()), with_kwargs=True
+    )
+    for one in (inner, KeepShare(inner, 0.25), KeepShare(reducer, 0.25)):
+        ask(photo(), QUESTION, model=model, processor=processor, reducer=one, max_new_tokens=1)
+    hook.remove()
+    assert seen[0] == seen[1]
+    assert seen[2] == list(range(len(seen[0])))  # as torino-m has it: numbered anew
+    assert max(seen[0]) > len(seen[0])
 
 
 def test_half_precision(home: Path, reducer: Reducer) -> None:

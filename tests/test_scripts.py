@@ -73,6 +73,7 @@ def test_what_looking_adds_is_drawn_by_picture(scripts: SimpleNamespace) -> None
 def test_a_lead_is_over_other_methods_not_over_itself(scripts: SimpleNamespace) -> None:
     def row(method: str, label: str, value: float, dynamic: bool = False) -> dict[str, Any]:
         versus = {"value": value - 96.0, "low": value - 99.0, "high": value - 95.0, "p": 0.04}
+        versus = None if label == "TORINO-X" else versus
         return {
             "ids": [label],
             "method": method,
@@ -90,8 +91,9 @@ def test_a_lead_is_over_other_methods_not_over_itself(scripts: SimpleNamespace) 
         row("torino-p", "TORINO_FB-P", 92.0),
     ]
     line = scripts.lead.lead({"tokens": 192, "rows": rows}, "torino-x")
-    assert line == ["192", "96.0", "1", "Random 94.0", "**+2.0 [1.0, 5.0]**", "0.040", "TORINO-P 93.0", "92.0"]
-    assert scripts.lead.lead({"tokens": 192, "rows": rows}, "torino-p")[:3] == ["192", "92.0", "5"]
+    assert line == ["192", "96.0", "1", "Random 94.0", "**+2.0 [1.0, 5.0]**", "0.040", "dynamic TORINO-P 93.0", "92.0"]
+    rows[2]["versus"], rows[3]["versus"] = rows[1]["versus"], None  # as --versus torino-p has it: the dynamic row
+    assert scripts.lead.lead({"tokens": 192, "rows": rows}, "torino-p")[:3] == ["192", "93.0", "4"]
 
 
 def report(path: Path, tiers: dict[str, dict[str, str]]) -> Path:
@@ -115,6 +117,8 @@ def test_places_over_models_are_read_from_reports(scripts: SimpleNamespace, tmp_
     assert first == {64: {"A": 90.0, "TORINO-X": 80.5}, 9: {"A": 50.0}}
     row = scripts.models.line(64, [first[64], second[64]], "TORINO-X")
     assert row == ["64", "87.8", "1", "2, 1", "A 80.0", "+7.8", "−9.5, +25.0"]
+    variant = {"A": 1.0, "TORINO-X": 2.0, "torino-x(budget=64, reach=None)": 3.0}
+    assert scripts.models.line(64, [variant], "TORINO-X")[2:5] == ["1", "1", "A 1.0"]
     with pytest.raises(SystemExit, match="B is not in every table of 64 tokens"):
         scripts.models.line(64, [first[64], second[64]], "B")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torino.errors import BadFile, BadParameter, TorinoError
 from torino.images import Padding, Picture, as_seen, mean_colour, open_image, prepare
 from torino.lab.model import lab_folder, lab_source
-from torino.reducers import Passage, Reducer
+from torino.reducers import Passage, Placed, Reducer
 from torino.reduction import Reduction, ReductionBatch
 from torino.tokens import VisualTokens
 from torino.vlm import Asking, ClipText, Trace, families, host_of, reduced
@@ -271,6 +271,11 @@ class KeepShare(Reducer):
     def shares_views(self) -> bool:  # type: ignore[override]
         """Whether its budget is one for all views of an image."""
         return self.inner.shares_views
+
+    @property
+    def placed(self) -> Placed:
+        """How its tokens are numbered."""
+        return self.inner.placed
 
     @property
     def shares_batch(self) -> bool:

@@ -40,11 +40,11 @@ class TorinoX(Reducer):
     overlap, o(i, j), is the product of their codes times exp(−d²/2r²), d patches apart, with r = ``reach`` · √N: the
     same concept far away is another thing. What patches S cover is f(S) = Σ_j w_j · max_{i∈S} o(i, j), at most N, with
     w_j = a(j) over its mean: a patch counts by its peak activation. The patch that adds most to f is kept, then the
-    next, until the budget is full or the next would add less than ``least`` patches. Gains never rise, so every budget
-    is the beginning of a larger one, and ``least`` moves the length smoothly; an image of few things is covered sooner.
-    Ties go to the lowest index. The score of a token is its gain; it stands for the patches that overlap more with it
-    than with any other kept one, and is their sum by overlap, brought to the length of the kept patch, at its place.
-    A patch that overlaps with no kept one, or hardly, has no token.
+    next, until the budget is full or the next would add less than ``least`` patches. A budget keeps the first of
+    what a larger one keeps. Gains never rise, so ``least`` moves the length smoothly; an image of few things is
+    covered sooner. Ties go to the lowest index. The score of a token is its gain; it stands for the patches that
+    overlap more with it than with any other kept one, and is their sum by overlap, brought to the length of the
+    kept patch, at its place. A patch that overlaps with no kept one, or hardly, has no token.
 
     Reads the patches. Beyond the paper: its top-k sets and δ become codes and their overlap, and what survives a budget
     is not the largest groups but what covers most of what is not covered yet.
