@@ -27,6 +27,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     before = set(sys.modules)
     import blind_lab
+    import by_task
     import draw_tiers
     import lead
     import models_lab
@@ -34,7 +35,13 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     import try_reducers
 
     yield SimpleNamespace(
-        blind=blind_lab, lead=lead, models=models_lab, tiers=draw_tiers, train=train_lab, tries=try_reducers
+        blind=blind_lab,
+        lead=lead,
+        models=models_lab,
+        tasks=by_task,
+        tiers=draw_tiers,
+        train=train_lab,
+        tries=try_reducers,
     )
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == SCRIPTS:
@@ -121,6 +128,32 @@ def test_places_over_models_are_read_from_reports(scripts: SimpleNamespace, tmp_
     assert scripts.models.line(64, [variant], "TORINO-X")[2:5] == ["1", "1", "A 1.0"]
     with pytest.raises(SystemExit, match="B is not in every table of 64 tokens"):
         scripts.models.line(64, [first[64], second[64]], "B")
+
+
+def test_what_a_report_changes_by_task(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    def table(name: str, rows: str) -> dict[int, dict[str, dict[str, float]]]:
+        file = tmp_path / name
+        heads = "| Method | Tokens | Lab GQA | Lab MME | Relative |\n| --- | ---: | ---: | ---: | ---: |\n"
+        file.write_text(
+            f"## Scores\n\n**Retain 64 tokens (↓89 %)**\n\n{heads}{rows}\n## Sure\n\n| A | 1 | 2.0% |\n", "utf-8"
+        )
+        return scripts.tasks.read_tasks(file)
+
+    one = table(
+        "1.md", "| A | 64 | **30.00 ± 1.50** | 500.00 | <u>90.00%</u> |\n| B | 64 | 20.00 | 400.00 | 80.00% |\n"
+    )
+    other = table(
+        "2.md",
+        "| B | 64 | 20.00 | 410.00 | 82.00% |\n| A | 64 | 31.00 | 480.00 | **91.00% ± 0.50** |\n"
+        "| C | 64 | 1.00 | 1.00 | 1.00% |\n",
+    )
+    assert one == {
+        64: {"A": {"Lab GQA": 30, "Lab MME": 500, "Relative": 90}, "B": {"Lab GQA": 20, "Lab MME": 400, "Relative": 80}}
+    }
+    changed = scripts.tasks.change(one[64], other[64], [])
+    assert changed == {"Lab GQA": (0.5, 1, 2), "Lab MME": (-5.0, 1, 2), "Relative": (1.5, 2, 2)}
+    assert scripts.tasks.change(one[64], other[64], ["A"])["Lab MME"] == (10.0, 1, 1)
+    assert scripts.tasks.change(one[64], other[64], ["A", "B"]) == {}
 
 
 def test_a_difference_is_that_of_the_means(scripts: SimpleNamespace) -> None:
