@@ -93,8 +93,8 @@ def main() -> None:
         for name, value in zip(("plain", "with the int8 screen"), worst, strict=True)
     ]
     parts = [
-        f"Measured by `benchmarks/beyond.py`, seed {given.seed}, medians of {rounds} rounds in turn, of times and of the "
-        f"ratios of each round; `torino-m` at ({K}, {DELTA}); {batch.name}, tokens of {source}. {machine()}.",
+        f"Measured by `benchmarks/beyond.py`, seed {given.seed}, medians of {rounds} rounds in turn, of times and of "
+        f"each round's ratio; `torino-m` at ({K}, {DELTA}); {batch.name}, tokens of {source}. {machine()}.",
         table(["Wanted", "Got", ""], verdict),
         table(headings, rows),
         "**One image of more patches**, photos one below the other, a ninth kept, plain, "
