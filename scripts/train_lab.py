@@ -400,6 +400,15 @@ class Judged(NamedTuple):
 
 
 @torch.no_grad()
+def weighed(mask: Tensor, head: int, plan: Reduction) -> Tensor:
+    """A mask that adds ln n to what a token of n patches is attended with, as if it stood there n times."""
+    known = plan.assigned[plan.assigned >= 0]
+    patches = known.bincount(minlength=len(plan)).clamp(min=1).float()
+    added = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    added[..., head : head + len(plan)] += patches.log()
+    return added
+
+
 def judge(
     model: Reader,
     tokenizer: Tokenizer,
@@ -407,11 +416,12 @@ def judge(
     asked: Sequence[list[dict[str, str]]],
     plans: Sequence[Reduction] | None = None,
     original: bool = False,
+    mass: bool = False,
 ) -> list[Judged]:
     """Of every question: whether each token of the answer would be written, and the nats it costs.
 
     With ``plans`` the pictures, tokens (576, 384) each, are reduced first; where ``original``, what is left keeps the
-    positions of the whole prompt.
+    positions of the whole prompt; with ``mass`` the text attends to a token as to all patches that it stands for.
     """
     head = torch.tensor([tokenizer.encode(PREFIX).ids])
     found: list[Judged] = []
@@ -421,6 +431,8 @@ def judge(
         row = pack(coded, sum(len(tokens) for tokens, _ in coded), torch.arange(len(coded)))
         places = plans[number].anchor if original and plans is not None else None
         text, positions, mask, target, _ = collate([row], head.shape[1], len(seen), places)
+        if mass and plans is not None:
+            mask = weighed(mask, head.shape[1], plans[number])
         logits = model.llama.lm_head(model(seen[None], head, text, positions, mask))[0]
         surprise = cross_entropy(logits, target[0], reduction="none", ignore_index=-100)
         good = (logits.argmax(-1) == target[0]) | (target[0] < 0)

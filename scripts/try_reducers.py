@@ -15,6 +15,7 @@ Examples
     python scripts/try_reducers.py --photos dev.parquet --budgets 192,64 divprune torino-x 'torino-x(form="prune")'
     python scripts/try_reducers.py --photos dev.parquet 'torino-m(k=2, delta=2)' 'torino-x(least=0.3)' --output try.json
     python scripts/try_reducers.py --photos dev.parquet --budgets 64 torino-x 'torino-x(pooled=True)' --fit 40
+    python scripts/try_reducers.py --photos dev.parquet --budgets 192,64 torino-x --mass
     python scripts/try_reducers.py --photos dev.parquet --work build/lab2 --model build/lab2/model torino-x
 """
 
@@ -58,7 +59,7 @@ FAMILIES = {
 }
 FAMILY = {kind: family for family, kinds in FAMILIES.items() for kind in kinds.split()}
 DRAWS = 1000
-FITTED = " fitted"
+FITTED, MASS = " fitted", " with mass"
 
 
 class Bench:
@@ -97,10 +98,10 @@ class Bench:
         found = calibrate_cover(others, reducer.budget, reducer=reducer)
         return replace(reducer, budget=None, least=found.least)
 
-    def run(self, plans: Sequence[Reduction] | None, original: bool = False) -> dict[str, Any]:
+    def run(self, plans: Sequence[Reduction] | None, original: bool = False, mass: bool = False) -> dict[str, Any]:
         """Ask all questions; right or wrong, and surprise, in one order for all."""
         begin = time.monotonic()
-        found = judge(self.model, self.tokenizer, self.pictures, self.asked, plans, original)
+        found = judge(self.model, self.tokenizer, self.pictures, self.asked, plans, original, mass)
         return {
             "tokens": 576.0 if plans is None else float(np.mean([len(plan.anchor) for plan in plans])),
             "seconds": round(time.monotonic() - begin, 1),
@@ -160,6 +161,7 @@ def main() -> None:
     add("--budgets", default="", help="separated by commas")
     add("--against", help="spec that the others are compared with, budget by budget; by default the first")
     add("--positions", choices=POSITIONS, default="own", help="how what is left is numbered (default: %(default)s)")
+    add("--mass", action="store_true", help="also each as if a token stood there once for each of its patches")
     add("--pictures", type=int, default=300)
     add("--fit", type=int, default=0, help="torino-x also with lengths of its own, fitted on so many other pictures")
     add("--threads", type=int, default=2)
@@ -185,11 +187,13 @@ def main() -> None:
             specs += [
                 f"{spec}{FITTED}" for spec in specs if spec.startswith("torino-x") and not any(map(spec.count, own))
             ]
-        for spec in dict.fromkeys(["full", *specs] if budget == budgets[0] else specs):
+        specs = [spec + how for spec in specs for how in (("", MASS) if args.mass else ("",))]
+        for given in dict.fromkeys(["full", *specs] if budget == budgets[0] else specs):
+            spec, mass = given.removesuffix(MASS), given.endswith(MASS)
             reducer = None if spec == "full" else _made(spec.removesuffix(FITTED), sae, budget)
             if spec.endswith(FITTED):
                 reducer = bench.fitted(cast(TorinoX, reducer))
-            label = "full" if reducer is None else reducer.spec
+            label = "full" if reducer is None else reducer.spec + MASS * mass
             placed = place(args.positions, reducer)
             code = "" if reducer is None else f", code {_hash(Path(inspect.getfile(type(reducer))))}"
             key = f"{label} @ {bench.step}, {args.pictures} pictures, {named}, {placed}, {bench.fingerprint}{code}"
@@ -201,7 +205,7 @@ def main() -> None:
                     if first is None:
                         sys.exit("The others are compared with it: give another one first, or with --against.")
                     continue
-                held[key] = bench.run(plans, placed == "original")
+                held[key] = bench.run(plans, placed == "original", mass)
                 if args.output:
                     write_json(args.output, held)
             if reducer is not None and first is None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from torino.evaluate import Place, Sample, Task
 from torino.evaluate.benchmarks import BENCHMARKS, CUSTOM, LAB_BENCHMARKS
 from torino.files import write_json
 from torino.lab.corpus import Corpus
+from torino.reduction import Reduction
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -154,6 +156,21 @@ def test_what_a_report_changes_by_task(scripts: SimpleNamespace, tmp_path: Path)
     assert changed == {"Lab GQA": (0.5, 1, 2), "Lab MME": (-5.0, 1, 2), "Relative": (1.5, 2, 2)}
     assert scripts.tasks.change(one[64], other[64], ["A"])["Lab MME"] == (10.0, 1, 1)
     assert scripts.tasks.change(one[64], other[64], ["A", "B"]) == {}
+
+
+def test_a_token_of_many_patches_weighs_as_if_it_stood_there_so_often(scripts: SimpleNamespace) -> None:
+    plan = Reduction.pick(torch.tensor([0, 3]), (2, 2), "by hand", assigned=torch.tensor([0, 0, 0, 1]))
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 1, 2, 4),
+        torch.randn(1, 1, 5, 4),
+        torch.randn(1, 1, 5, 4),
+    )  # one of the head, two, a text of two
+    mask = torch.tensor([[True, True, True, True, False], [True] * 5])[None, None]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    once = attend(q, k, v, attn_mask=scripts.train.weighed(mask, 1, plan))
+    often = [0, 1, 1, 1, 2, 3, 4]
+    assert torch.allclose(once, attend(q, k[:, :, often], v[:, :, often], attn_mask=mask[..., often]), atol=1e-6)
 
 
 def test_a_difference_is_that_of_the_means(scripts: SimpleNamespace) -> None:
