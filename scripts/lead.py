@@ -1,9 +1,10 @@
 """How far one method leads in every tier of a run: itself, the best of the others, and the paired difference.
 
 The report must have been made with that method in the middle: ``torino report RUN --by image --versus torino-x``; the
-row that it compares all others with is the method's. "Best other" is picked by the same scores, which flatters it. The
-method with hyperparameters that were written out (``torino-x(budget=64, reach=None)``) is not another, and has no line;
-with a length of its own where the row has a budget, it is.
+row that it compares all others with is the method's. "Best other" is picked by the same scores, which flatters it.
+"Clear over" counts those that it is ahead of by more than chance, each by its own interval. The method with
+hyperparameters that were written out (``torino-x(budget=64, reach=None)``) is not another, and has no line; with a
+length of its own where the row has a budget, it is.
 
     python scripts/lead.py build/lab/run                        # Markdown
     python scripts/lead.py build/lab/run build/lab2/run --method torino-x
@@ -44,6 +45,7 @@ def lead(tier: dict[str, Any], method: str) -> list[str]:
         f"{name_of(best)} {best['relative']['value']:.1f}",
         difference,
         "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}",
+        f"{sum(row['versus']['high'] < 0 for row in others)} of {len(others)}",
         second,
         ", ".join(f"{row['relative']['value']:.1f}" for row in fixed),
     ]
@@ -60,8 +62,18 @@ def table(run: Path, method: str) -> str:
             f"{path} compares all with {scores['versus']}. Make it anew with: "
             f"torino report {run} --by image --versus {method}"
         )
-    headings = ["tokens", f"`{method}`", "place", "best other", "difference", "p", "next", "`torino-p`, `torino-m`"]
-    lines = [headings, ["---:", "---:", "---:", "---", "---:", "---:", "---", "---:"]]
+    headings = [
+        "tokens",
+        f"`{method}`",
+        "place",
+        "best other",
+        "difference",
+        "p",
+        "clear over",
+        "next",
+        "`torino-p`, `torino-m`",
+    ]
+    lines = [headings, ["---:", "---:", "---:", "---", "---:", "---:", "---:", "---", "---:"]]
     there = [tier for tier in scores["tiers"] if any(row["method"] == method for row in tier["rows"])]
     lines += [lead(tier, method) for tier in sorted(there, key=lambda tier: -tier["tokens"])]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

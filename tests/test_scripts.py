@@ -100,7 +100,17 @@ def test_a_lead_is_over_other_methods_not_over_itself(scripts: SimpleNamespace) 
         row("torino-p", "TORINO_FB-P", 92.0),
     ]
     line = scripts.lead.lead({"tokens": 192, "rows": rows}, "torino-x")
-    assert line == ["192", "96.0", "1", "Random 94.0", "**+2.0 [1.0, 5.0]**", "0.040", "dynamic TORINO-P 93.0", "92.0"]
+    assert line == [
+        "192",
+        "96.0",
+        "1",
+        "Random 94.0",
+        "**+2.0 [1.0, 5.0]**",
+        "0.040",
+        "3 of 3",
+        "dynamic TORINO-P 93.0",
+        "92.0",
+    ]
     rows[2]["versus"], rows[3]["versus"] = rows[1]["versus"], None  # as --versus torino-p has it: the dynamic row
     assert scripts.lead.lead({"tokens": 192, "rows": rows}, "torino-p")[:3] == ["192", "93.0", "4"]
 
