@@ -399,7 +399,6 @@ class Judged(NamedTuple):
     surprise: float
 
 
-@torch.no_grad()
 def weighed(mask: Tensor, head: int, plan: Reduction) -> Tensor:
     """A mask that adds ln n to what a token of n patches is attended with, as if it stood there n times."""
     known = plan.assigned[plan.assigned >= 0]
@@ -409,6 +408,7 @@ def weighed(mask: Tensor, head: int, plan: Reduction) -> Tensor:
     return added
 
 
+@torch.no_grad()
 def judge(
     model: Reader,
     tokenizer: Tokenizer,
