@@ -12,6 +12,7 @@ Examples
     torino eval --model lab --sae lab --data build/lab/benchmarks --tasks Lab-GQA,... -o build/lab/run
     python scripts/diagnose_lab.py build/lab/run --output build/lab/diagnosis.json
     python scripts/diagnose_lab.py build/lab/run --method torino-x
+    python scripts/diagnose_lab.py build/lab/run --rivals prunesid divprune scope   # who keeps what is small?
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ from torino.lab.tower import lab_tower
 K = DELTA = 2
 RIGHT = 0.5  # of a soft score
 DRAWS = 2000
+FAMILIES = {
+    "small": {"where", "shape", "small", "color"},  # a small thing, put somewhere on a photo
+    "drawn": {"shapes"},
+    "cells": {"cell", "which", "rec,spat", "math"},  # of collages; a third of Lab-POPE too, which does not say which
+}
 FEATURES = {
     "groups": "groups before the budget",
     "largest": "patches of the largest group",
@@ -61,8 +67,15 @@ def rights(scores: Mapping[str, Mapping[str, Score]]) -> dict[str, dict[tuple[st
     return found
 
 
-def best_rival(run: Run, scores: Mapping[str, Mapping[str, Score]], method: str, tier: str) -> tuple[str, str]:
-    """Ids of our method and of the other one with the best mean relative score in a tier."""
+def family(task: str, category: str) -> str:
+    """What a kind of question is about: ``small`` things, ``drawn`` ones, ``cells`` of a collage or the ``photo``."""
+    if task == "Lab-GQA" and category == "scene":
+        return "cells"
+    return next((name for name, kinds in FAMILIES.items() if category in kinds), "photo")
+
+
+def ids(run: Run, scores: Mapping[str, Mapping[str, Score]], method: str, tier: str) -> tuple[str, dict[str, float]]:
+    """Id of our method, and of all others their mean relative score, in a tier."""
     full = {task: settings["full"].value for task, settings in scores.items()}
     relative = {
         one.id: np.mean([scores[task][one.id].value / full[task] for task in scores])
@@ -72,8 +85,21 @@ def best_rival(run: Run, scores: Mapping[str, Mapping[str, Score]], method: str,
     ours = next((one for one in relative if one.split("@")[0] == method), None)
     if ours is None:
         raise SystemExit(f"The run has no complete answers of {method} with {tier} tokens.")
-    rivals = {name: value for name, value in relative.items() if not name.startswith(("torino-", "full"))}
-    return ours, max(rivals, key=lambda name: rivals[name])
+    others = {name: float(value) for name, value in relative.items() if not name.startswith(("torino-", "full"))}
+    return ours, others
+
+
+def net(rows: list[tuple[str, int]], seed: int = 0) -> tuple[float, float, float]:
+    """Samples won less those lost, in a hundred; with the interval by drawing pictures anew."""
+    pictures = sorted({picture for picture, _ in rows})
+    place = {name: i for i, name in enumerate(pictures)}
+    sums = np.zeros((2, len(pictures)))
+    for picture, value in rows:
+        sums[:, place[picture]] += value, 1
+    draws = np.random.default_rng(seed).integers(0, len(pictures), (DRAWS, len(pictures)))
+    drawn = sums[:, draws].sum(-1)
+    low, high = np.quantile(100 * drawn[0] / drawn[1], (0.025, 0.975))
+    return 100 * sums[0].sum() / sums[1].sum(), float(low), float(high)
 
 
 def features(tokens: VisualTokens, sae: SAE, budget: int) -> dict[str, float]:
@@ -128,11 +154,47 @@ def compare(rows: list[tuple[str, bool, dict[str, float]]], seed: int = 0) -> di
     return told
 
 
+def find(others: Mapping[str, float], name: str, tier: str) -> str:
+    """Id of a rival in a tier."""
+    names = {one.split("@")[0].split("(")[0]: one for one in others}
+    if name not in names:
+        raise SystemExit(f"The run has no complete answers of {name} with {tier} tokens; it has {', '.join(names)}.")
+    return names[name]
+
+
+def by_family(
+    samples: Mapping[tuple[str, str], Sample],
+    right: Mapping[str, Mapping[tuple[str, str], bool]],
+    ours: str,
+    rival: str,
+) -> dict[str, Any]:
+    """Lost and won samples by what they ask about."""
+    rows: dict[str, list[tuple[str, int]]] = {}
+    for key, sample in samples.items():
+        if key in right[ours]:
+            mine = rows.setdefault(family(key[0], sample.meta.get("category", "")), [])
+            mine.append((sample.image.key, int(right[ours][key]) - int(right[rival][key])))
+    told: dict[str, Any] = {}
+    print(f"\n{ours} and {rival}")
+    for name in sorted(rows):
+        lost, won = (sum(value == one for _, value in rows[name]) for one in (-1, 1))
+        middle, low, high = net(rows[name])
+        told[name] = {"lost": lost, "won": won, "of": len(rows[name]), "net": middle, "low": low, "high": high}
+        print(
+            f"  {name:6s} lost {lost:3d}  won {won:3d}  of {len(rows[name]):4d}  "
+            f"won less lost in a hundred {middle:+5.1f} [{low:+.1f}, {high:+.1f}]"
+        )
+    return told
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder that torino eval has written")
     parser.add_argument("--tiers", nargs="+", default=["192", "128", "64"])
     parser.add_argument("--method", default="torino-m", help="ours; groups are looked at for torino-m only")
+    parser.add_argument(
+        "--rivals", nargs="+", metavar="NAME", help="these, by what is asked about, in place of the best of each tier"
+    )
     parser.add_argument("--sae", type=Path, help="of the run (default: the one that ships)")
     parser.add_argument("--output", type=Path, help="JSON to write")
     args = parser.parse_args()
@@ -149,7 +211,11 @@ def main() -> None:
     seen: dict[str, VisualTokens] = {}
     told: dict[str, Any] = {}
     for tier in args.tiers:
-        ours, rival = best_rival(run, scores, args.method, tier)
+        ours, others = ids(run, scores, args.method, tier)
+        if args.rivals:
+            told[tier] = {name: by_family(samples, right, ours, find(others, name, tier)) for name in args.rivals}
+            continue
+        rival = max(others, key=lambda name: others[name])
         both = {key: (right[ours][key], right[rival][key]) for key in samples if key in right[ours]}
         count = Counter(both.values())
         print(
