@@ -133,8 +133,8 @@ def test_a_dynamic_tier_needs_torino() -> None:
 # ---------------------------------------------------------------------- the engine
 
 
-@pytest.mark.parametrize("positions", ["own", "original"])
-def test_answers_are_those_of_asking_one_by_one(vlm: tuple[Any, Any], sae: SAE, positions: Any) -> None:
+@pytest.mark.parametrize(("positions", "mass"), [("own", False), ("original", False), ("own", True)])
+def test_answers_are_those_of_asking_one_by_one(vlm: tuple[Any, Any], sae: SAE, positions: Any, mass: bool) -> None:
     model, processor = vlm
     reducers = {
         "full": None,
@@ -147,7 +147,7 @@ def test_answers_are_those_of_asking_one_by_one(vlm: tuple[Any, Any], sae: SAE, 
     }
     asked = [Asked(("t", "0"), "what is this ?", 4), Asked(("t", "1"), "how many ?", 4)]
     for batch in (1, 8):
-        engine = Engine(model, processor, reducers, batch=batch, on_error="stop", positions=positions)
+        engine = Engine(model, processor, reducers, batch=batch, on_error="stop", positions=positions, mass=mass)
         done = [one for group in engine.answers([picture(1)], asked, lambda key, name: True) for one in group]
         assert len(done) == 14
         for one in done:
@@ -161,6 +161,7 @@ def test_answers_are_those_of_asking_one_by_one(vlm: tuple[Any, Any], sae: SAE, 
                 reducer=reducer,
                 max_new_tokens=4,
                 positions=positions,
+                mass=mass,
             )
             assert one.text == alone.text.strip()
             assert (one.tokens, one.before) == (alone.after, 16)

@@ -185,6 +185,7 @@ def ask(
     max_new_tokens: int = 64,
     baseline: bool = False,
     positions: Positions = "own",
+    mass: bool = False,
     asking: ClipText | None = None,
     **generation: Any,
 ) -> Answer:
@@ -206,7 +207,8 @@ def ask(
         Also ask with all tokens, to compare. Then the model first runs once for a single token, so that neither
         answer pays for starting up.
     positions : {"own", "compact", "original"}
-        See :func:`torino.vlm.reduced`.
+    mass : bool
+        See :func:`torino.vlm.reduced`, as for positions.
     asking : ClipText, optional
         Reads the question for reducers that choose patches by it, such as ``cdpruner``; by the bare question, without
         the words that the prompt puts around it. See :func:`torino.vlm.open_clip_text`.
@@ -225,7 +227,7 @@ def ask(
     images = [prepare(open_image(source), padding, colour) for source in sources]
     prompt = write_prompt(model, processor, question, len(images))
     about = None if asking is None else asking.about(question)
-    asked = _Asked(model, processor, images, prompt, padding, {"do_sample": False, **generation}, about)
+    asked = _Asked(model, processor, images, prompt, padding, {"do_sample": False, **generation}, about, mass)
     if reducer is None:
         return asked.answer(max_new_tokens)
     if baseline:
@@ -325,6 +327,7 @@ class _Asked:
     padding: Padding
     generation: dict[str, Any]
     about: Asking | None = None
+    mass: bool = False
 
     def answer(self, length: int, reducer: Reducer | None = None, positions: Positions = "own") -> Answer:
         begin = time.perf_counter()
@@ -340,7 +343,8 @@ class _Asked:
             if reducer is None:
                 _watch(self.model, seconds, stack)
             else:
-                trace = stack.enter_context(reduced(self.model, reducer, positions=positions, asking=self.about))
+                how = reduced(self.model, reducer, positions=positions, asking=self.about, mass=self.mass)
+                trace = stack.enter_context(how)
             out = cast(Any, self.model).generate(**inputs, **generation)
         _settle()
         end = time.perf_counter()

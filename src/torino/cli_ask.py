@@ -83,6 +83,9 @@ def ask(
             "method has it."
         ),
     ] = "own",
+    mass: Annotated[
+        bool, typer.Option("--mass", help="Attend to each token as to all the patches it stands for.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
     draw: Annotated[Path | None, typer.Option(help="Write a picture of the groups to .png, .jpg or .webp.")] = None,
@@ -139,6 +142,7 @@ def ask(
                     max_new_tokens=max_new_tokens,
                     baseline=baseline,
                     positions=positions,  # type: ignore[arg-type]: checked above
+                    mass=mass,
                     asking=asking,
                 )
         except MemoryError as error:

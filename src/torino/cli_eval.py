@@ -61,6 +61,9 @@ def evaluate(
     prompts: Annotated[str, typer.Option(help="standard, vlmevalkit or llava.")] = "standard",
     padding: Annotated[str, typer.Option(help="crop or square.")] = "crop",
     positions: Annotated[str, typer.Option(help="own: as each method has it; compact; or original.")] = "own",
+    mass: Annotated[
+        bool, typer.Option("--mass", help="Attend to each token as to all the patches it stands for.")
+    ] = False,
     batch: Annotated[int, typer.Option(help="Answers to one question that are made together.", min=1)] = 8,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Longest answer; by default 32, or 256 where a judge grades.", min=1)
@@ -149,6 +152,7 @@ def evaluate(
                 name=model,
                 padding=cast(Literal["crop", "square"], padding),
                 positions=cast("Positions", positions),
+                mass=mass,
                 batch=batch,
                 limit=limit,
                 lengths=None if max_new_tokens is None else {task.name: max_new_tokens for task in found},

@@ -162,6 +162,11 @@ class Reduction:
         """Whether every output token is one unchanged patch."""
         return bool((self.offsets.diff() == 1).all()) and bool((self.weights == 1).all())
 
+    @property
+    def mass(self) -> Tensor:
+        """How many patches each output token stands for, at least 1, shape (M,)."""
+        return self.assigned[self.assigned >= 0].bincount(minlength=len(self)).clamp(min=1)
+
     @cached_property
     def rows(self) -> Tensor:
         """Output token of each entry, shape (nnz,)."""

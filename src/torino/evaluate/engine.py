@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, cast
@@ -21,6 +22,7 @@ from torino.reducers import Placed, Reducer, inside_of
 from torino.reduction import Reduction, ReductionBatch
 from torino.vlm.asked import ClipText
 from torino.vlm.host import ASKED, Host, Positions, Sight, Splice, host_of, place
+from torino.vlm.mass import added_by_mass, attending, check_mass
 
 OnError = Literal["skip", "stop"]
 BATCHING = 2  # of what is answered together: raised when that changes, since a near tie may then fall the other way
@@ -121,6 +123,8 @@ class Engine:
         None keeps all tokens.
     padding : {"crop", "square"}
     positions : {"own", "compact", "original"}
+    mass : bool
+        Attend to each token as to all the patches it stands for, see :mod:`torino.vlm.mass`.
     batch : int
         Settings whose answers to one question are made together, where the model's family allows it.
     tiers : mapping of setting to str, optional
@@ -139,6 +143,7 @@ class Engine:
         *,
         padding: Padding = "crop",
         positions: Positions = "own",
+        mass: bool = False,
         batch: int = 8,
         tiers: Mapping[str, str] | None = None,
         on_error: OnError = "skip",
@@ -150,6 +155,9 @@ class Engine:
         self.host = host_of(model)
         self.padding: Padding = padding
         self.positions: Positions = positions
+        self.mass = mass
+        if mass:
+            check_mass(self.host)
         self.on_error, self.asking = on_error, asking
         # families that lay out positions or outputs by image are asked one by one
         plain = type(self.host).outputs is Host.outputs and type(self.host).positions is Host.positions
@@ -370,9 +378,13 @@ class Engine:
         shrunk, _ = self.host.fill(rows, sight, splices, group[0].placed, "left")
         begin = time.perf_counter()
         length = shrunk["input_ids"].shape[1]
-        if lead is not None:
-            shrunk = lead.go_on(self.model, shrunk, self.host.image_token)
-        out = cast(Any, self.model).generate(**shrunk, max_new_tokens=question.length, do_sample=False)
+        with ExitStack() as stack:
+            if self.mass:
+                plans = [plan for part in group for plan in part.plans]
+                stack.enter_context(attending(self.model, added_by_mass(shrunk, self.host.image_token, plans)))
+            if lead is not None:
+                shrunk = lead.go_on(self.model, shrunk, self.host.image_token)
+            out = cast(Any, self.model).generate(**shrunk, max_new_tokens=question.length, do_sample=False)
         took = time.perf_counter() - begin
         texts = self.processor.batch_decode(out[:, length:], skip_special_tokens=True)
         return [

@@ -111,6 +111,7 @@ def evaluate(
     name: str = "",
     padding: Padding = "crop",
     positions: Positions = "own",
+    mass: bool = False,
     batch: int = 8,
     limit: int | None = None,
     lengths: Mapping[str, int] | None = None,
@@ -139,7 +140,7 @@ def evaluate(
     plan : Plan
     saes : mapping of label to SAE
         ``none`` stands for no SAE and needs no entry.
-    padding, positions, batch, on_error, asking
+    padding, positions, mass, batch, on_error, asking
         See :class:`Engine`.
     lengths : mapping, optional
         Longest answer by task, in tokens.
@@ -179,6 +180,7 @@ def evaluate(
         "family": str(getattr(model.config, "model_type", "")),
         "padding": padding,
         "positions": positions,
+        "mass": mass,
         "batch": batch,
         "batching": BATCHING,
         "limit": limit,
@@ -265,6 +267,7 @@ class _Worker:
                 {setting.id: setting.reducer(remembering) for setting in settings},
                 padding=self.facts["padding"],
                 positions=self.facts["positions"],
+                mass=self.facts["mass"],
                 batch=int(self.facts["batch"]),
                 tiers={setting.id: setting.tier.partition(" ")[0] for setting in settings},  # of all SAEs together
                 on_error=self.on_error,
@@ -374,7 +377,8 @@ def _begin(folder: Path, facts: dict[str, Any]) -> None:
         write_json(file, facts)
         return
     held = read_json(file)
-    for name in ("format", "model", "family", "padding", "positions", "batch", "batching", "limit", "saes"):
+    held.setdefault("mass", False)  # which earlier runs do not say
+    for name in ("format", "model", "family", "padding", "positions", "mass", "batch", "batching", "limit", "saes"):
         if held.get(name) != facts[name]:
             raise BadParameter(
                 f"The run in {folder} was begun with {name} {held.get(name)!r}, and now it is {facts[name]!r}. "

@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections import UserDict
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,7 @@ from torino.reducers import Placed, Reducer
 from torino.vlm.asked import Asking, ClipText, Question, said
 from torino.vlm.caller import Caller
 from torino.vlm.host import Host, Positions, host_of, place
+from torino.vlm.mass import added_by_mass, attending, check_mass
 from torino.vlm.repack import FILL, Side
 from torino.vlm.trace import Trace
 
@@ -34,17 +35,21 @@ class Setting:
     trace: Trace
     positions: Placed = "compact"
     asking: Asking | None = None
+    mass: bool = False
     over: threading.Event = field(default_factory=threading.Event)
     """Set when the block ends; tasks that outlive it carry on with the stock model."""
 
     @functools.cached_property
-    def shrink(self) -> Callable[[Mapping[str, Any], Side | None], dict[str, Any]]:
-        """Shrinks inputs and writes it down, out of sight of any compiler, which could not follow hooks."""
+    def shrink(self) -> Callable[[Mapping[str, Any], Side | None], tuple[dict[str, Any], Tensor | None]]:
+        """Shrinks inputs and writes it down, out of sight of any compiler, which could not follow hooks.
 
-        def shrink(given: Mapping[str, Any], side: Side | None) -> dict[str, Any]:
+        Also gives what the tokens of the new prompt get added for their mass, if anything.
+        """
+
+        def shrink(given: Mapping[str, Any], side: Side | None) -> tuple[dict[str, Any], Tensor | None]:
             shrunk, look = self.host.shrink(given, self.reducer, self.positions, side=side, asking=self.asking)
             self.trace.add(look)
-            return shrunk
+            return shrunk, added_by_mass(shrunk, self.host.image_token, look.reductions) if self.mass else None
 
         return cast(Any, torch.compiler.disable(shrink))
 
@@ -62,6 +67,7 @@ def reduced(
     *,
     positions: Positions = "own",
     asking: ClipText | Asking | None = None,
+    mass: bool = False,
 ) -> Generator[Trace]:
     """Let a model answer with fewer visual tokens inside the block, and leave no trace of it behind.
 
@@ -87,13 +93,16 @@ def reduced(
         Number the remaining tokens as the reducer has it, or anew, or keep the positions they had in the full prompt.
     asking : Asking, optional
         The question and who reads it, for reducers that choose patches by it: see :meth:`ClipText.about`.
+    mass : bool
+        Let the language model attend to each token as to all the patches it stands for: see :mod:`torino.vlm.mass`.
+        ``generate`` keeps to it to the end of the answer; of a loop of one's own only the call that has the images.
 
     Yields
     ------
     Trace
         The Reduction of every image, with counts and times.
     """
-    setting = _setting(model, reducer, positions, asking)
+    setting = _setting(model, reducer, positions, asking, mass)
     token = _here.set({**(_here.get() or {}), id(model): setting})
     _install(model)
     try:
@@ -113,9 +122,10 @@ def apply(
     *,
     positions: Positions = "own",
     asking: ClipText | Asking | None = None,
+    mass: bool = False,
 ) -> Trace:
     """Reduce a model's visual tokens until :func:`remove`, in all threads. Prefer :func:`reduced` where it fits."""
-    setting = _setting(model, reducer, positions, asking)
+    setting = _setting(model, reducer, positions, asking, mass)
     with _lock:
         door = _door(model)
         if door is None or door.everywhere is None:
@@ -135,7 +145,11 @@ def remove(model: nn.Module) -> None:
 
 
 def _setting(
-    model: nn.Module, reducer: Reducer, positions: Positions, asking: ClipText | Asking | None = None
+    model: nn.Module,
+    reducer: Reducer,
+    positions: Positions,
+    asking: ClipText | Asking | None = None,
+    mass: bool = False,
 ) -> Setting:
     if not isinstance(reducer, Reducer):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not type-check
         raise BadParameter(
@@ -143,7 +157,9 @@ def _setting(
         )
     if isinstance(asking, ClipText):
         asking = asking.about()
-    setting = Setting(reducer, host_of(model), Trace(), place(positions, reducer), asking)
+    setting = Setting(reducer, host_of(model), Trace(), place(positions, reducer), asking, mass)
+    if mass:
+        check_mass(setting.host)
     _ = setting.shrink  # made here, where nothing is being compiled yet
     return setting
 
@@ -264,10 +280,13 @@ def _generate(setting: Setting, stock: Callable[..., Any], given: dict[str, Any]
     caller = Caller(host.model, given)
     caller.check()
     with torch.no_grad():
-        shrunk = setting.shrink(caller.inputs, "left")
+        shrunk, added = setting.shrink(caller.inputs, "left")
     if setting.positions == "original" and given.get("use_cache") is False:
         shrunk = _with_padding(shrunk)
-    return caller.receive(stock(**caller.translate(shrunk)))
+        if added is not None:  # in step with the prompt
+            added = nn.functional.pad(added, (shrunk["input_ids"].shape[1] - added.shape[1], 0))
+    with nullcontext() if added is None else attending(host.model, added):
+        return caller.receive(stock(**caller.translate(shrunk)))
 
 
 def _forward(setting: Setting, stock: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -275,7 +294,9 @@ def _forward(setting: Setting, stock: Callable[..., Any], given: dict[str, Any])
     if not setting.host.has_images(given):
         return stock(**given)
     _check_cache(setting.host, given)
-    return stock(**setting.shrink(given, None))
+    shrunk, added = setting.shrink(given, None)
+    with nullcontext() if added is None else attending(setting.host.model, added):
+        return stock(**shrunk)
 
 
 def _with_padding(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,9 @@ class Host(ABC):
     tiles: ClassVar[bool] = False
     """Whether it tells how the tiles of an image lie (``Sight.tilings``)."""
 
+    weighs: ClassVar[bool] = False
+    """Whether all visual tokens of its prompt stand for patches, so that they have a mass (:mod:`torino.vlm.mass`)."""
+
     resumes: ClassVar[bool] = False
     """Whether a prompt can be read up to the end of its images once, and then on for each question: no token sees a
     later one, and positions simply count."""

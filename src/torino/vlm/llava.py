@@ -26,6 +26,7 @@ class Llava(Host):
     """
 
     families: ClassVar[tuple[str, ...]] = ("llava",)
+    weighs: ClassVar[bool] = True
     resumes: ClassVar[bool] = True
     closed: ClassVar[str] = ""
 

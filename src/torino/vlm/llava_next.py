@@ -121,6 +121,7 @@ class LlavaNext(Llava):
     """
 
     families: ClassVar[tuple[str, ...]] = ("llava_next",)
+    weighs: ClassVar[bool] = False  # newlines stand for no patch
     resumes: ClassVar[bool] = False  # tried with LLaVA-1.5 alone
     tiles: ClassVar[bool] = True
     closed: ClassVar[str] = "its tiles are cut to what shows the image only behind the tower, too late to unmerge"

@@ -1,0 +1,116 @@
+"""Mass: tokens that are attended to as all the patches they stand for.
+
+A token that stands for n patches is one key among others, where there were n alike before. Text that looked at the
+picture with a certain share of its attention now has less to look at, the more the fewer tokens there are. Adding ln n
+to what a token of n patches is attended with makes up for it, exactly where the n were the same: a softmax over n equal
+keys gives what it gives over one with ln n added. ToMe does so inside the tower (its *proportional attention*); here it
+is the language model. Nothing of the model is changed: the masks of its attention are, for as long as a block lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torino.errors import BadParameter
+from torino.reduction import Reduction
+from torino.vlm.host import Host
+
+READ = ("sdpa", "eager")  # attention of transformers that takes a mask between tokens
+
+
+def check_mass(host: Host) -> None:
+    """Refuse models in which tokens cannot be given a mass."""
+    if not host.weighs:
+        raise BadParameter(
+            f"mass=True is not there for {type(host.model).__name__}: its images come in tiles, with tokens between "
+            "them that stand for no patch. Leave it out, or take a model of LLaVA-1.5's kind."
+        )
+    text = host.config.get_text_config()
+    if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+        raise BadParameter(
+            f"mass=True is not there for {type(host.model).__name__} with a sliding window of {text.sliding_window} "
+            "tokens, whose masks do not say which tokens they are about. Leave it out."
+        )
+    kind = str(getattr(text, "_attn_implementation", None) or "eager")
+    if kind not in READ:
+        raise BadParameter(
+            f"mass=True adds to a mask of attention, which {kind} does not take. Open the model with "
+            'attn_implementation="sdpa" or "eager".'
+        )
+
+
+def added_by_mass(inputs: Mapping[str, Any], image_token: int, plans: Sequence[Reduction]) -> Tensor:
+    """What each token of a reduced prompt gets added to what it is attended with, (rows, length): ln n, or 0."""
+    ids: Tensor = inputs["input_ids"]
+    added = torch.zeros(ids.shape, device=ids.device)
+    place = (ids == image_token) & inputs["attention_mask"].bool()
+    logs = torch.cat([plan.mass.float().log() for plan in plans]).to(ids.device)
+    if int(place.sum()) != len(logs):
+        raise BadParameter(
+            f"The prompt has {int(place.sum())} image tokens, and the images {len(logs)} that stand for patches. "
+            "Towers with registers have tokens that stand for none: leave mass=True out."
+        )
+    added[place] = logs
+    return added
+
+
+@contextmanager
+def attending(model: nn.Module, added: Tensor) -> Generator[None]:
+    """Let the language model attend to the tokens of a prompt with something added, inside the block.
+
+    Parameters
+    ----------
+    model : a Hugging Face vision-language model
+    added : Tensor of shape (rows, length)
+        For each token of the prompt; what is written after it gets nothing added.
+    """
+    if not bool(added.any()):  # as it is with all tokens, and with methods whose tokens stand for themselves alone
+        yield
+        return
+    blocks = cast(Any, model).get_decoder().layers
+    with ExitStack() as stack:
+        hook = _Added(added)
+        for block in blocks:
+            stack.callback(block.self_attn.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+@dataclass
+class _Added:
+    """Rewrites the mask that attention is called with; blocks that are called with the same one share what it made."""
+
+    added: Tensor
+    _last: tuple[Any, tuple[int, int], Tensor] | None = None
+
+    def __call__(self, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
+        mask: Tensor | None = given.get("attention_mask")
+        states: Tensor = given["hidden_states"] if "hidden_states" in given else arguments[0]
+        past, length = 0, states.shape[1]
+        cache = given.get("past_key_values")
+        if mask is None and cache is not None:
+            past = int(cache.get_seq_length(module.layer_idx))
+            length = int(cache.get_mask_sizes(length, module.layer_idx)[0])  # a static one is as long as it may get
+        if self._last is None or self._last[0] is not mask or self._last[1] != (past, length):
+            self._last = (mask, (past, length), self._mask(mask, states, past, length))
+        return arguments, {**given, "attention_mask": self._last[2]}
+
+    def _mask(self, mask: Tensor | None, states: Tensor, past: int, length: int) -> Tensor:
+        rows, new = states.shape[:2]
+        least = torch.finfo(states.dtype).min
+        if mask is None:  # each token sees all that went before
+            mask = torch.ones(new, length, dtype=torch.bool, device=states.device).tril(past).expand(rows, 1, -1, -1)
+        if mask.dtype is torch.bool:
+            made = torch.zeros(mask.shape, dtype=states.dtype, device=mask.device).masked_fill_(~mask, least)
+        else:
+            made = mask.to(states.dtype, copy=True)
+        made = made.expand(rows, -1, -1, -1).contiguous()
+        several = self.added.repeat_interleave(rows // len(self.added), 0)  # of a beam, or of several answers
+        known = made[..., : several.shape[1]]
+        known += several[:, None, None, : known.shape[-1]].to(made)
+        return made.clamp_(min=least)
