@@ -401,10 +401,8 @@ class Judged(NamedTuple):
 
 def weighed(mask: Tensor, head: int, plan: Reduction) -> Tensor:
     """A mask that adds ln n to what a token of n patches is attended with, as if it stood there n times."""
-    known = plan.assigned[plan.assigned >= 0]
-    patches = known.bincount(minlength=len(plan)).clamp(min=1).float()
     added = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    added[..., head : head + len(plan)] += patches.log()
+    added[..., head : head + len(plan)] += plan.mass.float().log()
     return added
 
 
