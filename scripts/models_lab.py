@@ -1,8 +1,8 @@
 r"""One method's place over several models: means of relative scores, read from the tables that ``torino report`` wrote.
 
-Models are told apart by ``--model``, each with its report files; a tier that stands in several files of a model is
-taken from the first. A method must be in the tier's table of every model. Means are plain, and have no intervals: the
-models were asked the same questions about the same pictures, so their errors are not independent.
+Models are told apart by ``--model``, each with its report files; what stands in several files of a model, or several
+times in one, is taken from the first. A method must be in the tier's table of every model. Means are plain, and have no
+intervals: the models were asked the same questions about the same pictures, so their errors are not independent.
 
 Examples
 --------
@@ -24,18 +24,20 @@ Scores = dict[str, float]
 
 
 def read(files: list[Path]) -> dict[int, Scores]:
-    """Relative scores by tier and label, of one model."""
+    """Relative scores by tier and label, of one model: from the first file that has them, and its first table."""
     tiers: dict[int, Scores] = {}
     for file in files:
         here: int | None = None
+        seen = set[int]()
         for line in file.read_text(encoding="utf-8").splitlines():
             if line.startswith(("**", "#")):
                 found = TIER.match(line)
-                here = int(found[1]) if found and int(found[1]) not in tiers else None
+                here = int(found[1]) if found and int(found[1]) not in seen else None
+                seen |= {here} if here is not None else set()
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             score = re.match(r"[*<u>]*(\d+\.\d+)%", cells[-1])
             if here is not None and line.startswith("|") and score:
-                tiers.setdefault(here, {})[cells[0]] = float(score[1])
+                tiers.setdefault(here, {}).setdefault(cells[0], float(score[1]))
     return tiers
 
 
