@@ -118,7 +118,7 @@ def test_calibrate() -> None:
 
 def test_calibrate_the_cover() -> None:
     said = " ".join(torino("calibrate", "--method", "torino-x", "--target", "100").split())
-    assert re.search(r"torino-x\(least=0\.\d+, reach=0\.2\), 100\.0 tokens on average over 4 images", said)
+    assert re.search(r"torino-x\(least=0\.\d+, reach=0\.2, mass=True\), 100\.0 tokens on average over 4 images", said)
     given = "torino-x(concepts=2, evidence='even', budget=9)"
     said = " ".join(torino("calibrate", "--method", given, "--target", "100").split())
     (spec, mean) = re.findall(r"Nearest to 100: (torino-x\(.*?\)), ([\d.]+) tokens", said)[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torino import BadParameter, Reduction, make
 from torino.vlm import apply, reduced, remove
 from torino.vlm.host import host_of
-from torino.vlm.mass import added_by_mass, attending
+from torino.vlm.mass import added_by_mass, attending, weigh
 
 MERGED = Reduction.of([{0: 1.0}, {**dict.fromkeys(range(1, 9), 0.125)}, {9: 0.5, 10: 0.5}, {15: 1.0}], (4, 4))
 
@@ -152,9 +152,28 @@ def test_what_cannot_be_weighed_is_refused() -> None:
     model.config.get_text_config().sliding_window = 64
     with pytest.raises(BadParameter, match="sliding window of 64"), reduced(model, Identity(), mass=True):
         pass
-    ids = torch.tensor([[5, tiny.IMAGE, tiny.IMAGE, 6]])
-    with pytest.raises(BadParameter, match="2 image tokens, and the images 4"):
-        added_by_mass({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, tiny.IMAGE, [MERGED])
+
+
+def test_registers_stand_for_no_patch() -> None:
+    ids = torch.tensor([[5, *[tiny.IMAGE] * 6, 6]])
+    added = added_by_mass({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, tiny.IMAGE, [MERGED], [6])
+    assert torch.allclose(added.exp(), torch.tensor([[1.0, 1, 1, 1, 8, 2, 1, 1]]))
+
+
+def test_own_is_as_the_method_has_it_where_the_model_allows_it() -> None:
+    from test_llava_next import tiny as tiles
+
+    from torino.ask import KeepShare
+
+    host, on, off = host_of(tiny.llava()), of_torino("torino-x", budget=4), of_torino("torino-x", budget=4, mass=False)
+    assert [weigh(None, one, host) for one in (on, off, of_torino(), KeepShare(on, 0.5), None)] == [1, 0, 0, 1, 0]
+    assert [weigh(one, off, host) for one in (True, False)] == [1, 0]
+    assert [weigh(one, on, host) for one in (True, False)] == [1, 0]
+    assert not weigh(None, on, host_of(tiles("llava_next")))
+    model, inputs = tiny.llava(), tiny.prompt("ab#cd")
+    own = ask(model, inputs, on, positions="own")
+    assert same(own, weighed(model, inputs, off, "own"))
+    assert not torch.allclose(own.logits[0], ask(model, inputs, off, positions="own").logits[0], atol=1e-3)
 
 
 def test_models_of_tiles_are_refused() -> None:

@@ -174,12 +174,12 @@ def test_rows_and_columns_are_those_of_the_grid() -> None:
 
 
 def test_a_spec_tells_the_reach() -> None:
-    assert TorinoX(RAW, budget=9).spec == "torino-x(budget=9, reach=0.2)"
-    assert wide(budget=9).spec == "torino-x(budget=9, reach=None)"
+    assert TorinoX(RAW, budget=9).spec == "torino-x(budget=9, reach=0.2, mass=True)"
+    assert wide(budget=9).spec == "torino-x(budget=9, reach=None, mass=True)"
     reducer = TorinoX(RAW, least=np.float64(0.3), reach=np.float64(0.1))
     assert make(reducer.spec, sae=RAW) == reducer
     said = [one.spec for one in fixed_settings(["torino-x", "torino-m"], [64], ["sae"], 1)]
-    assert said == ["torino-x(budget=64, reach=0.2)", "torino-m(k=2, delta=2, budget=64)"]
+    assert said == ["torino-x(budget=64, reach=0.2, mass=True)", "torino-m(k=2, delta=2, budget=64)"]
 
 
 @pytest.mark.filterwarnings("error")

@@ -185,7 +185,7 @@ def ask(
     max_new_tokens: int = 64,
     baseline: bool = False,
     positions: Positions = "own",
-    mass: bool = False,
+    mass: bool | None = None,
     asking: ClipText | None = None,
     **generation: Any,
 ) -> Answer:
@@ -207,7 +207,7 @@ def ask(
         Also ask with all tokens, to compare. Then the model first runs once for a single token, so that neither
         answer pays for starting up.
     positions : {"own", "compact", "original"}
-    mass : bool
+    mass : bool, optional
         See :func:`torino.vlm.reduced`, as for positions.
     asking : ClipText, optional
         Reads the question for reducers that choose patches by it, such as ``cdpruner``; by the bare question, without
@@ -280,6 +280,11 @@ class KeepShare(Reducer):
         return self.inner.placed
 
     @property
+    def weighs(self) -> bool:
+        """Whether its tokens are attended to as all the patches they stand for: as the other has it."""
+        return self.inner.weighs
+
+    @property
     def shares_batch(self) -> bool:
         """Whether images that are planned together share a budget."""
         return self.inner.shares_batch
@@ -327,7 +332,7 @@ class _Asked:
     padding: Padding
     generation: dict[str, Any]
     about: Asking | None = None
-    mass: bool = False
+    mass: bool | None = None
 
     def answer(self, length: int, reducer: Reducer | None = None, positions: Positions = "own") -> Answer:
         begin = time.perf_counter()

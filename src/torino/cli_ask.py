@@ -84,8 +84,12 @@ def ask(
         ),
     ] = "own",
     mass: Annotated[
-        bool, typer.Option("--mass", help="Attend to each token as to all the patches it stands for.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--mass/--no-mass",
+            help="Attend to each token as to all the patches it stands for; by default as the method has it.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
     draw: Annotated[Path | None, typer.Option(help="Write a picture of the groups to .png, .jpg or .webp.")] = None,

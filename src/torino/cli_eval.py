@@ -62,8 +62,12 @@ def evaluate(
     padding: Annotated[str, typer.Option(help="crop or square.")] = "crop",
     positions: Annotated[str, typer.Option(help="own: as each method has it; compact; or original.")] = "own",
     mass: Annotated[
-        bool, typer.Option("--mass", help="Attend to each token as to all the patches it stands for.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--mass/--no-mass",
+            help="Attend to each token as to all the patches it stands for; by default as each method has it.",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Answers to one question that are made together.", min=1)] = 8,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Longest answer; by default 32, or 256 where a judge grades.", min=1)

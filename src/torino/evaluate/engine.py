@@ -22,7 +22,7 @@ from torino.reducers import Placed, Reducer, inside_of
 from torino.reduction import Reduction, ReductionBatch
 from torino.vlm.asked import ClipText
 from torino.vlm.host import ASKED, Host, Positions, Sight, Splice, host_of, place
-from torino.vlm.mass import added_by_mass, attending, check_mass
+from torino.vlm.mass import added_by_mass, attending, weigh
 
 OnError = Literal["skip", "stop"]
 BATCHING = 2  # of what is answered together: raised when that changes, since a near tie may then fall the other way
@@ -123,8 +123,9 @@ class Engine:
         None keeps all tokens.
     padding : {"crop", "square"}
     positions : {"own", "compact", "original"}
-    mass : bool
-        Attend to each token as to all the patches it stands for, see :mod:`torino.vlm.mass`.
+    mass : bool, optional
+        Attend to each token as to all the patches it stands for, see :mod:`torino.vlm.mass`; by default as each
+        method has it.
     batch : int
         Settings whose answers to one question are made together, where the model's family allows it.
     tiers : mapping of setting to str, optional
@@ -143,7 +144,7 @@ class Engine:
         *,
         padding: Padding = "crop",
         positions: Positions = "own",
-        mass: bool = False,
+        mass: bool | None = None,
         batch: int = 8,
         tiers: Mapping[str, str] | None = None,
         on_error: OnError = "skip",
@@ -155,9 +156,7 @@ class Engine:
         self.host = host_of(model)
         self.padding: Padding = padding
         self.positions: Positions = positions
-        self.mass = mass
-        if mass:
-            check_mass(self.host)
+        self._weighs = {name: weigh(mass, reducer, self.host) for name, reducer in self.reducers.items()}
         self.on_error, self.asking = on_error, asking
         # families that lay out positions or outputs by image are asked one by one
         plain = type(self.host).outputs is Host.outputs and type(self.host).positions is Host.positions
@@ -244,15 +243,16 @@ class Engine:
                     yield [answer for answer in done if wanted(answer.key, answer.setting)]
 
     def _batches(self, names: Sequence[str], batch: int, tiers: Mapping[str, str]) -> list[list[str]]:
-        """Settings that are answered together: of one tier, their tokens numbered alike, and no more than ``batch``.
+        """Settings that are answered together: of one tier, tokens numbered and weighed alike, at most ``batch``.
 
         All tokens of a picture are so many more than what methods leave of them that they are a tier of their own.
         """
         order = list(dict.fromkeys(tiers.values()))
 
-        def key(name: str) -> tuple[bool, str, int]:
+        def key(name: str) -> tuple[bool, str, bool, int]:
             reducer = self.reducers[name]
-            return reducer is None, place(self.positions, reducer), order.index(tiers[name]) if name in tiers else -1
+            tier = order.index(tiers[name]) if name in tiers else -1
+            return reducer is None, place(self.positions, reducer), self._weighs[name], tier
 
         made: list[list[str]] = []
         for _, alike in groupby(sorted(names, key=lambda name: (key(name), name)), key=key):
@@ -379,9 +379,11 @@ class Engine:
         begin = time.perf_counter()
         length = shrunk["input_ids"].shape[1]
         with ExitStack() as stack:
-            if self.mass:
+            if self._weighs[group[0].setting]:  # and so for all of the group
                 plans = [plan for part in group for plan in part.plans]
-                stack.enter_context(attending(self.model, added_by_mass(shrunk, self.host.image_token, plans)))
+                counts = [len(splice.slots) for splice in splices]
+                added = added_by_mass(shrunk, self.host.image_token, plans, counts)
+                stack.enter_context(attending(self.model, added))
             if lead is not None:
                 shrunk = lead.go_on(self.model, shrunk, self.host.image_token)
             out = cast(Any, self.model).generate(**shrunk, max_new_tokens=question.length, do_sample=False)

@@ -135,7 +135,9 @@ def facts(document: Document) -> dict[str, str]:
         "Prompts": ", ".join(dict.fromkeys(str(task["prompts"]) for task in run["tasks"])),
         "Padding": str(run.get("padding", "")),
         "Positions": str(run.get("positions", "")),
-        **({"Mass": "tokens are attended to as all the patches they stand for"} if run.get("mass") else {}),
+        "Mass": {None: "own", True: "tokens are attended to as all the patches they stand for"}.get(
+            run.get("mass", False), "none"
+        ),
         "Baseline": (
             f"all {baseline.get('before') or 0:.0f} tokens, "
             + (f"answered in the run {document['baseline_of']}" if document["baseline_of"] else "answered in this run")

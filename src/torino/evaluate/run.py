@@ -111,7 +111,7 @@ def evaluate(
     name: str = "",
     padding: Padding = "crop",
     positions: Positions = "own",
-    mass: bool = False,
+    mass: bool | None = None,
     batch: int = 8,
     limit: int | None = None,
     lengths: Mapping[str, int] | None = None,

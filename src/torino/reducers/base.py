@@ -93,6 +93,11 @@ class Reducer(ABC):
         return "compact"
 
     @property
+    def weighs(self) -> bool:
+        """Whether its tokens are attended to as all the patches they stand for: not so, as most methods have it."""
+        return False
+
+    @property
     def shares_batch(self) -> bool:
         """Whether images that are planned together share one budget, so that a plan depends on its neighbours."""
         return False

@@ -77,6 +77,9 @@ class TorinoX(Reducer):
     positions : {"original", "compact"}
         Each token is numbered in the prompt by the place of its patch, so that the language model knows where it is;
         or anew, as the paper and most methods do it. Hosts that have a place for every patch (Qwen) ignore it.
+    mass : bool
+        The language model attends to each token as to all the patches it stands for, where the host can do that
+        (:mod:`torino.vlm.mass`); else as to one.
     rank : {"activation", "pre-threshold"}
         Rank concepts by the SAE's activations, or before its threshold silences any.
     """
@@ -92,10 +95,11 @@ class TorinoX(Reducer):
     form: Form = "merge"
     order: Order = "raster"
     positions: Placed = "original"
+    mass: bool = True
     rank: Rank = "activation"
 
     paper: ClassVar[str] = "ours, docs/beyond.md"
-    always_shown: ClassVar[tuple[str, ...]] = ("reach",)  # its default was None once: a spec tells which it is
+    always_shown: ClassVar[tuple[str, ...]] = ("reach", "mass")  # None and False once: a spec tells which it is
     adaptive: ClassVar[bool] = True
     merges: ClassVar[bool] = True
     cost: ClassVar[str] = "O(N·D·C + B·N²) at worst"
@@ -121,6 +125,7 @@ class TorinoX(Reducer):
         check_choice("form", self.form, Form)
         check_choice("order", self.order, Order)
         check_choice("positions", self.positions, Placed)
+        check_flag("mass", self.mass)
         check_choice("rank", self.rank, Rank)
         check_encoder(self.sae)
 
@@ -128,6 +133,11 @@ class TorinoX(Reducer):
     def placed(self) -> Placed:
         """How its tokens are numbered in the prompt."""
         return self.positions
+
+    @property
+    def weighs(self) -> bool:
+        """Whether its tokens are attended to as all the patches they stand for."""
+        return self.mass
 
     @property
     def shares_batch(self) -> bool:

@@ -21,7 +21,7 @@ from torino.reducers import Placed, Reducer
 from torino.vlm.asked import Asking, ClipText, Question, said
 from torino.vlm.caller import Caller
 from torino.vlm.host import Host, Positions, host_of, place
-from torino.vlm.mass import added_by_mass, attending, check_mass
+from torino.vlm.mass import added_by_mass, attending, weigh
 from torino.vlm.repack import FILL, Side
 from torino.vlm.trace import Trace
 
@@ -49,7 +49,9 @@ class Setting:
         def shrink(given: Mapping[str, Any], side: Side | None) -> tuple[dict[str, Any], Tensor | None]:
             shrunk, look = self.host.shrink(given, self.reducer, self.positions, side=side, asking=self.asking)
             self.trace.add(look)
-            return shrunk, added_by_mass(shrunk, self.host.image_token, look.reductions) if self.mass else None
+            if not self.mass:
+                return shrunk, None
+            return shrunk, added_by_mass(shrunk, self.host.image_token, look.reductions, look.after)
 
         return cast(Any, torch.compiler.disable(shrink))
 
@@ -67,7 +69,7 @@ def reduced(
     *,
     positions: Positions = "own",
     asking: ClipText | Asking | None = None,
-    mass: bool = False,
+    mass: bool | None = None,
 ) -> Generator[Trace]:
     """Let a model answer with fewer visual tokens inside the block, and leave no trace of it behind.
 
@@ -93,9 +95,10 @@ def reduced(
         Number the remaining tokens as the reducer has it, or anew, or keep the positions they had in the full prompt.
     asking : Asking, optional
         The question and who reads it, for reducers that choose patches by it: see :meth:`ClipText.about`.
-    mass : bool
+    mass : bool, optional
         Let the language model attend to each token as to all the patches it stands for: see :mod:`torino.vlm.mass`.
-        ``generate`` keeps to it to the end of the answer; of a loop of one's own only the call that has the images.
+        By default as the reducer has it, where the model allows it. ``generate`` keeps to it to the end of the answer;
+        of a loop of one's own only the call that has the images.
 
     Yields
     ------
@@ -122,7 +125,7 @@ def apply(
     *,
     positions: Positions = "own",
     asking: ClipText | Asking | None = None,
-    mass: bool = False,
+    mass: bool | None = None,
 ) -> Trace:
     """Reduce a model's visual tokens until :func:`remove`, in all threads. Prefer :func:`reduced` where it fits."""
     setting = _setting(model, reducer, positions, asking, mass)
@@ -149,7 +152,7 @@ def _setting(
     reducer: Reducer,
     positions: Positions,
     asking: ClipText | Asking | None = None,
-    mass: bool = False,
+    mass: bool | None = None,
 ) -> Setting:
     if not isinstance(reducer, Reducer):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not type-check
         raise BadParameter(
@@ -157,9 +160,8 @@ def _setting(
         )
     if isinstance(asking, ClipText):
         asking = asking.about()
-    setting = Setting(reducer, host_of(model), Trace(), place(positions, reducer), asking, mass)
-    if mass:
-        check_mass(setting.host)
+    host = host_of(model)
+    setting = Setting(reducer, host, Trace(), place(positions, reducer), asking, weigh(mass, reducer, host))
     _ = setting.shrink  # made here, where nothing is being compiled yet
     return setting
 
@@ -371,6 +373,7 @@ class ReducingProcessor:
     reducer : Reducer
     positions : {"own", "compact", "original"}
         Number the remaining tokens as the reducer has it, or anew, or keep the positions they had in the full prompt.
+        Inputs cannot say that a token has a mass, so tokens have none here.
     asking : ClipText or Asking, optional
         For reducers that choose patches by a question, which is that of :meth:`ClipText.about`, or that of a call
         (``question=``), or what the user said last in a conversation, or all words of the prompt.

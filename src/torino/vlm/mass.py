@@ -18,45 +18,58 @@ import torch
 from torch import Tensor, nn
 
 from torino.errors import BadParameter
+from torino.reducers import Reducer
 from torino.reduction import Reduction
 from torino.vlm.host import Host
 
 READ = ("sdpa", "eager")  # attention of transformers that takes a mask between tokens
 
 
-def check_mass(host: Host) -> None:
-    """Refuse models in which tokens cannot be given a mass."""
+def weigh(mass: bool | None, reducer: Reducer | None, host: Host) -> bool:
+    """Whether tokens are given a mass: as the user says, or as the method has it where the model allows it."""
+    if mass:
+        problem = _problem(host)
+        if problem:
+            raise BadParameter(problem)
+        return True
+    return mass is None and reducer is not None and reducer.weighs and not _problem(host)
+
+
+def _problem(host: Host) -> str:
+    """Why tokens cannot be given a mass in a model; empty where they can."""
     if not host.weighs:
-        raise BadParameter(
+        return (
             f"mass=True is not there for {type(host.model).__name__}: its images come in tiles, with tokens between "
             "them that stand for no patch. Leave it out, or take a model of LLaVA-1.5's kind."
         )
     text = host.config.get_text_config()
     if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
-        raise BadParameter(
+        return (
             f"mass=True is not there for {type(host.model).__name__} with a sliding window of {text.sliding_window} "
             "tokens, whose masks do not say which tokens they are about. Leave it out."
         )
     kind = str(getattr(text, "_attn_implementation", None) or "eager")
     if kind not in READ:
-        raise BadParameter(
+        return (
             f"mass=True adds to a mask of attention, which {kind} does not take. Open the model with "
             'attn_implementation="sdpa" or "eager".'
         )
+    return ""
 
 
-def added_by_mass(inputs: Mapping[str, Any], image_token: int, plans: Sequence[Reduction]) -> Tensor:
-    """What each token of a reduced prompt gets added to what it is attended with, (rows, length): ln n, or 0."""
+def added_by_mass(
+    inputs: Mapping[str, Any], image_token: int, plans: Sequence[Reduction], counts: Sequence[int]
+) -> Tensor:
+    """What each token of a reduced prompt gets added to what it is attended with, (rows, length): ln n, or 0.
+
+    ``counts`` are the visual tokens of each image; what an image has before those of its plan, such as registers,
+    stands for no patch.
+    """
     ids: Tensor = inputs["input_ids"]
     added = torch.zeros(ids.shape, device=ids.device)
-    place = (ids == image_token) & inputs["attention_mask"].bool()
-    logs = torch.cat([plan.mass.float().log() for plan in plans]).to(ids.device)
-    if int(place.sum()) != len(logs):
-        raise BadParameter(
-            f"The prompt has {int(place.sum())} image tokens, and the images {len(logs)} that stand for patches. "
-            "Towers with registers have tokens that stand for none: leave mass=True out."
-        )
-    added[place] = logs
+    pairs = zip(plans, counts, strict=True)
+    logs = torch.cat([nn.functional.pad(plan.mass.float().log(), (count - len(plan), 0)) for plan, count in pairs])
+    added[(ids == image_token) & inputs["attention_mask"].bool()] = logs.to(ids.device)
     return added
 
 
