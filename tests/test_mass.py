@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -120,6 +121,17 @@ def test_beams_and_samples_run_and_leave_nothing_behind() -> None:
     remove(model)
     assert torch.equal(everywhere, greedy.sequences)
     assert trace.after == 8
+
+
+def test_other_threads_are_not_affected() -> None:
+    model, inputs = tiny.llava(), tiny.prompt("ab#cd", "#e")
+    stock = model.generate(**inputs, max_new_tokens=5)
+    seen: list[Tensor] = []
+    other = threading.Thread(target=lambda: seen.append(model.generate(**inputs, max_new_tokens=5)))
+    with attending(model, torch.full((1, 9), 3.0)):
+        other.start()
+        other.join()
+    assert torch.equal(seen[0], stock)
 
 
 @torch.no_grad()

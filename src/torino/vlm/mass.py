@@ -4,14 +4,16 @@ A token that stands for n patches is one key among others, where there were n al
 picture with a certain share of its attention now has less to look at, the more the fewer tokens there are. Adding ln n
 to what a token of n patches is attended with makes up for it, exactly where the n were the same: a softmax over n equal
 keys gives what it gives over one with ln n added. ToMe does so inside the tower (its *proportional attention*); here it
-is the language model. Nothing of the model is changed: the masks of its attention are, for as long as a block lasts.
+is the language model. Nothing of the model is changed: the masks of its attention are, for as long as a block lasts,
+and for the thread that is in it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -21,6 +23,7 @@ from torino.errors import BadParameter
 from torino.reducers import Reducer
 from torino.reduction import Reduction
 from torino.vlm.host import Host
+from torino.vlm.tap import placing
 
 READ = ("sdpa", "eager")  # attention of transformers that takes a mask between tokens
 
@@ -90,7 +93,9 @@ def attending(model: nn.Module, added: Tensor) -> Generator[None]:
     with ExitStack() as stack:
         hook = _Added(added)
         for block in blocks:
-            stack.callback(block.self_attn.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            with placing:
+                handle = block.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
         yield
 
 
@@ -99,9 +104,12 @@ class _Added:
     """Rewrites the mask that attention is called with; blocks that are called with the same one share what it made."""
 
     added: Tensor
+    _thread: int = field(default_factory=threading.get_ident)
     _last: tuple[Any, tuple[int, int], Tensor] | None = None
 
-    def __call__(self, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any]:
+    def __call__(self, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any] | None:
+        if threading.get_ident() != self._thread:  # another one asks the same model something else
+            return None
         mask: Tensor | None = given.get("attention_mask")
         states: Tensor = given["hidden_states"] if "hidden_states" in given else arguments[0]
         past, length = 0, states.shape[1]

@@ -30,7 +30,7 @@ SIGNALS = {
     "queries": ("query",),  # (N, width)
 }
 # PyTorch numbers hooks by a counter that two threads could read at once; the second hook would replace the first.
-_placing = threading.Lock()
+placing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Catcher:
                 raise _Enough
 
         self.wanted.add(name)
-        with _placing:
+        with placing:
             if before:
                 handle = module.register_forward_pre_hook(
                     lambda _, arguments, named: take(arguments or named["hidden_states"]), with_kwargs=True
