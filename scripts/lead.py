@@ -37,7 +37,7 @@ def lead(tier: dict[str, Any], method: str) -> list[str]:
     difference = f"{bold}{-versus['value']:+.1f} [{low:.1f}, {high:.1f}]{bold}".replace("-", "−")
     place = 1 + sum(row["relative"]["value"] > mine["relative"]["value"] for row in others)
     fixed = [row for name in OWN for row in others if row["method"] == name and not row["dynamic"]]
-    second = f"{name_of(others[1])} {others[1]['relative']['value']:.1f}"
+    second = f"{name_of(others[1])} {others[1]['relative']['value']:.1f}" if len(others) > 1 else ""
     return [
         str(tier["tokens"]),
         f"{mine['relative']['value']:.1f}",
