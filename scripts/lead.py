@@ -1,7 +1,7 @@
 """How far one method leads in every tier of a run: itself, the best of the others, and the paired difference.
 
 The report must have been made with that method in the middle: ``torino report RUN --by image --versus torino-x``; the
-row that it compares all others with is the method's. "Best other" is picked by the same scores, which flatters it.
+row that it compares all others with is the method's. "Best other" is picked by the same scores, in its favour.
 "Clear over" counts those that it is ahead of by more than chance, each by its own interval. The method with
 hyperparameters that were written out (``torino-x(budget=64, reach=None)``) is not another, and has no line; with a
 length of its own where the row has a budget, it is.

@@ -42,8 +42,8 @@ def _problem(host: Host) -> str:
     """Why tokens cannot be given a mass in a model; empty where they can."""
     if not host.weighs:
         return (
-            f"mass=True is not there for {type(host.model).__name__}: its images come in tiles, with tokens between "
-            "them that stand for no patch. Leave it out, or take a model of LLaVA-1.5's kind."
+            f"mass=True is not there for {type(host.model).__name__}: it is made for LLaVA-1.5's family, and in others "
+            "images come in tiles, with tokens between them that stand for no patch, or it was not tried. Leave it out."
         )
     text = host.config.get_text_config()
     if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
