@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from torino import SAE, Concepts, VisualTokens, make
-from torino.concepts import Rank
-from torino.example import example_tokens
-from torino.screen import Backend, backend_for, product_of, quantise, zero_for
-from torino.screen.search import ROWS
-from torino.tokens import Origin
+from torino.core.concepts import Rank
+from torino.core.tokens import Origin
+from torino.core.topk.prefilter import Backend, backend_for, product_of, quantise, zero_for
+from torino.core.topk.prefilter.search import ROWS
+from torino.datasets.bundled import example_tokens
 
 K, DELTA = 3, 3  # the paper's finest setting, and its most costly
 

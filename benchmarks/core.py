@@ -28,9 +28,9 @@ from report import machine, parser, peak_extra_memory, ratio, table, time_repeat
 from torch import Tensor
 
 from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
-from torino.bench.gauges import survivors
-from torino.example import example_sae
-from torino.screen import zero_for
+from torino.core.topk.prefilter import zero_for
+from torino.datasets.bundled import example_sae
+from torino.evaluation.latency.gauges import survivors
 
 
 @dataclass

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from torino import SAE, Reducer, VisualTokens, make
-from torino.errors import TorinoError
-from torino.packed import Packed
+from torino.core.errors import TorinoError
+from torino.core.ragged import Packed
 from torino.reducers import get, names
 
 UNIT, FLOOR = "one product of similarities", "bare gather, the floor"

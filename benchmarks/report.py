@@ -17,7 +17,7 @@ import scipy
 import torch
 
 import torino
-from torino.files import write_whole
+from torino.core.io import write_whole
 
 
 def time_side_by_side(tasks: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

@@ -32,9 +32,9 @@ import torch
 from report import _status, machine, parser, ratio, table, write_section
 from torch import Tensor
 
-from torino.train.activations import InMemory
-from torino.train.recipe import Recipe
-from torino.train.trainer import Trainer
+from torino.training.activations.base import InMemory
+from torino.training.config import Recipe
+from torino.training.trainer import Trainer
 
 FRACTIONS = (0.0625, 0.125, 0.25, 0.5625)
 K, BATCH = 20, 2048

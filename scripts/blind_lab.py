@@ -37,14 +37,14 @@ import torch
 import transformers
 from PIL import Image
 
-from torino.ask import open_vlm
-from torino.evaluate.benchmarks import LAB_BENCHMARKS
-from torino.evaluate.results import open_run
-from torino.evaluate.run import Plan, evaluate
-from torino.evaluate.samples import REFERENCE
-from torino.evaluate.tasks import Task, open_task
-from torino.files import write_json, write_whole
+from torino.core.io import write_json, write_whole
+from torino.evaluation.benchmarks import LAB_BENCHMARKS
+from torino.evaluation.results import open_run
+from torino.evaluation.runner import Plan, evaluate
+from torino.evaluation.samples import REFERENCE
+from torino.evaluation.tasks import Task, open_task
 from torino.version import __version__
+from torino.vlm.session import open_vlm
 
 ROOT = Path(__file__).resolve().parents[1]
 LEARNED, DRAWS = 5.0, 10_000

@@ -25,16 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torino_lab.shipped import lab_sae
+from torino_lab.tower import lab_tower
 
 from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
-from torino.evaluate.benchmarks import LAB_BENCHMARKS
-from torino.evaluate.results import Run, open_run
-from torino.evaluate.samples import Sample
-from torino.evaluate.scoring import Score
-from torino.files import write_json
-from torino.images import open_image
-from torino.lab.shipped import lab_sae
-from torino.lab.tower import lab_tower
+from torino.core.io import write_json
+from torino.datasets.images import open_image
+from torino.evaluation.benchmarks import LAB_BENCHMARKS
+from torino.evaluation.results import Run, open_run
+from torino.evaluation.samples import Sample
+from torino.evaluation.scoring import Score
 
 K = DELTA = 2
 RIGHT = 0.5  # of a soft score

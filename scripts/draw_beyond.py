@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torino_lab.corpus import MIXTURE, Corpus, read_photos
+from torino_lab.shipped import lab_sae
+from torino_lab.tower import BLOCK
 from train_lab import look, shards
 
 from torino import VisualTokens, calibrate, calibrate_cover
-from torino.lab.corpus import MIXTURE, Corpus, read_photos
-from torino.lab.shipped import lab_sae
-from torino.lab.tower import BLOCK
-from torino.plots.style import BLUE, INK, PAGE, RED, SOFT, new_figure, save_figure, styled
+from torino.evaluation.reporting.figures.style import BLUE, INK, PAGE, RED, SOFT, new_figure, save_figure, styled
 from torino.reducers.torino_x import TIE, TorinoX
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,17 @@ import argparse
 import json
 from pathlib import Path
 
-from torino.plots.style import BLUE, GREEN, ORANGE, PAGE, RED, SOFT, new_figure, save_figure, styled
+from torino.evaluation.reporting.figures.style import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PAGE,
+    RED,
+    SOFT,
+    new_figure,
+    save_figure,
+    styled,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = {

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from torino import make
-from torino.draw import draw_sheet, save_picture
-from torino.example import PHOTOS, example_folder, example_sae, example_tokens
-from torino.images import open_image
+from torino.datasets.bundled import PHOTOS, example_folder, example_sae, example_tokens
+from torino.datasets.images import open_image
+from torino.viz.draw import draw_sheet, save_picture
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from models_lab import Scores, is_own, read
 
-from torino.plots.style import GRID, INK, PAGE, RED, SOFT, look, new_figure, save_figure, styled
+from torino.evaluation.reporting.figures.style import GRID, INK, PAGE, RED, SOFT, look, new_figure, save_figure, styled
 
 ROOT = Path(__file__).resolve().parents[1]
 

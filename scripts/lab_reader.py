@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from torino.files import read_json, read_safetensors
+from torino.core.io import read_json, read_safetensors
 
 PATCHES, WIDTH = 576, 384
 

@@ -16,15 +16,15 @@ from random import Random
 
 import numpy as np
 from PIL import Image
+from torino_lab.collages import lay
+from torino_lab.corpus import read_photos
+from torino_lab.pictures import shapes
+from torino_lab.shipped import lab_sae
+from torino_lab.tower import lab_tower
 
 from torino import make
-from torino.concepts import Remembering
-from torino.images import open_image
-from torino.lab.collages import lay
-from torino.lab.corpus import read_photos
-from torino.lab.pictures import shapes
-from torino.lab.shipped import lab_sae
-from torino.lab.tower import lab_tower
+from torino.core.concepts import Remembering
+from torino.datasets.images import open_image
 
 GRIDS = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3))
 PAIRS = (3, 2, 1)

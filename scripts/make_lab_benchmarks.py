@@ -14,10 +14,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from torino.files import write_json
-from torino.lab.benchmarks import BENCHMARKS, SEED, Recipe
-from torino.lab.corpus import check_apart, read_photos
-from torino.lab.sheets import blind, fingerprint, write_tsv
+from torino_lab.benchmarks import BENCHMARKS, SEED, Recipe
+from torino_lab.corpus import check_apart, read_photos
+from torino_lab.sheets import blind, fingerprint, write_tsv
+
+from torino.core.io import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from inspect import getdoc
 from pathlib import Path
 
-from torino.files import write_whole
+from torino.core.io import write_whole
 from torino.reducers import describe, get, names
 
 HEAD = """# The method zoo

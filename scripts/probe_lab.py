@@ -27,14 +27,14 @@ import torch
 import transformers
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+from torino_lab.collages import cover
+from torino_lab.corpus import read_photos
+from torino_lab.facts import read_facts
+from torino_lab.pictures import RGB, SIDE
+from torino_lab.tower import DEVIATION, MEAN, lab_tower
 
-from torino.files import write_json
-from torino.images import open_image
-from torino.lab.collages import cover
-from torino.lab.corpus import read_photos
-from torino.lab.facts import read_facts
-from torino.lab.pictures import RGB, SIDE
-from torino.lab.tower import DEVIATION, MEAN, lab_tower
+from torino.core.io import write_json
+from torino.datasets.images import open_image
 
 ROOT = Path(__file__).resolve().parents[1]
 PATCH, GRID = 14, 24

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torino.files import write_json
+from torino.core.io import write_json
 
 TARGET = Path(__file__).parents[1] / "src" / "torino" / "data" / "paper"
 NOTICE = "The paper's own figures, as printed in it; nothing here was measured with this package."

@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torino_lab.shipped import lab_sae
+from torino_lab.tower import lab_tower
 
 from torino import SAE, make
-from torino.concepts import Remembering
-from torino.evaluate.samples import REFERENCE
-from torino.images import open_image
-from torino.lab.shipped import lab_sae
-from torino.lab.tower import lab_tower
+from torino.core.concepts import Remembering
+from torino.datasets.images import open_image
+from torino.evaluation.samples import REFERENCE
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = (192, 128, 64)

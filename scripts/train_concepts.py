@@ -28,23 +28,23 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from report import machine, table, write_section  # noqa: E402
+from torino_lab.tower import BLOCK, lab_tower  # noqa: E402
 
-from torino.draw import save_picture  # noqa: E402
-from torino.example import example_folder  # noqa: E402
-from torino.files import read_json, write_json, write_whole  # noqa: E402
-from torino.images import open_image  # noqa: E402
-from torino.judge.evidence import gather  # noqa: E402
-from torino.judge.looking import Looking  # noqa: E402
-from torino.judge.names import name_concepts, save_names  # noqa: E402
-from torino.judge.sheet import concepts, draw_concepts  # noqa: E402
-from torino.lab.tower import BLOCK, lab_tower  # noqa: E402
-from torino.photos import open_photos  # noqa: E402
-from torino.sae import SAE  # noqa: E402
-from torino.tokens import VisualTokens  # noqa: E402
-from torino.train.harvest import harvest  # noqa: E402
-from torino.train.recipe import Recipe  # noqa: E402
-from torino.train.store import Store  # noqa: E402
-from torino.train.sweep import sweep  # noqa: E402
+from torino.core.io import read_json, write_json, write_whole  # noqa: E402
+from torino.core.tokens import VisualTokens  # noqa: E402
+from torino.datasets import open_photos  # noqa: E402
+from torino.datasets.bundled import example_folder  # noqa: E402
+from torino.datasets.images import open_image  # noqa: E402
+from torino.interpret.naming import name_concepts, save_names  # noqa: E402
+from torino.interpret.photos import Looking  # noqa: E402
+from torino.interpret.sheet import concepts, draw_concepts  # noqa: E402
+from torino.interpret.top_activations import gather  # noqa: E402
+from torino.sae.model import SAE  # noqa: E402
+from torino.training.activations.cache import harvest  # noqa: E402
+from torino.training.activations.store import Store  # noqa: E402
+from torino.training.config import Recipe  # noqa: E402
+from torino.training.sweep import sweep  # noqa: E402
+from torino.viz.draw import save_picture  # noqa: E402
 from torino.vlm.towers import Tower  # noqa: E402
 
 JUDGE = 10  # of its blocks, the one whose CLS token followed captions best

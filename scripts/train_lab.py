@@ -40,11 +40,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torino_lab.corpus import Corpus, check_apart, read_photos
+from torino_lab.tower import BLOCK, lab_tower
 
-from torino.files import read_json, write_json, write_whole
-from torino.lab.corpus import Corpus, check_apart, read_photos
-from torino.lab.tower import BLOCK, lab_tower
-from torino.reduction import Reduction
+from torino.core.io import read_json, write_json, write_whole
+from torino.core.reduction import Reduction
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARD = 100  # pictures a file of features

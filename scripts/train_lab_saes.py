@@ -24,19 +24,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torino_lab.corpus import Corpus, check_apart, read_photos
+from torino_lab.tower import BLOCK, lab_tower
 from train_concepts import Kept
 
-from torino.files import write_json, write_whole
-from torino.judge.evidence import gather
-from torino.judge.looking import Looking
-from torino.judge.names import name_concepts, save_names
-from torino.lab.corpus import Corpus, check_apart, read_photos
-from torino.lab.tower import BLOCK, lab_tower
-from torino.photos import open_photos
-from torino.sae import SAE
-from torino.train.activations import InMemory
-from torino.train.recipe import Recipe
-from torino.train.sweep import sweep
+from torino.core.io import write_json, write_whole
+from torino.datasets import open_photos
+from torino.interpret.naming import name_concepts, save_names
+from torino.interpret.photos import Looking
+from torino.interpret.top_activations import gather
+from torino.sae.model import SAE
+from torino.training.activations.base import InMemory
+from torino.training.config import Recipe
+from torino.training.sweep import sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {"all": "all patches", "random2": "2 random patches a picture", "cls": "CLS"}

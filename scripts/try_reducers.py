@@ -36,19 +36,19 @@ import numpy as np
 import torch
 from lab_reader import read_reader
 from tokenizers import Tokenizer
+from torino_lab.corpus import Corpus, read_photos
+from torino_lab.model import SHIPPED
 from train_lab import judge, look, questions, shards
 
 from torino import SAE, RawEmbedding, VisualTokens, calibrate_cover, make
-from torino.errors import TorinoError
-from torino.evaluate.settings import takes
-from torino.files import write_json
-from torino.lab.corpus import Corpus, read_photos
-from torino.lab.model import SHIPPED
-from torino.options import POSITIONS
+from torino.cli._common import POSITIONS
+from torino.core.errors import TorinoError
+from torino.core.io import write_json
+from torino.core.reduction import Reduction
+from torino.evaluation.protocol import takes
 from torino.reducers import Reducer
 from torino.reducers.torino_x import TorinoX
-from torino.reduction import Reduction
-from torino.vlm.host import place
+from torino.vlm.adapters.base import place
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = {

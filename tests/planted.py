@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torino.train.activations import InMemory
-from torino.train.recipe import Recipe
-from torino.train.trainer import Trained, train
-from torino.train.world import World, join
+from torino.training.activations.base import InMemory
+from torino.training.config import Recipe
+from torino.training.distributed import World, join
+from torino.training.trainer import Trained, train
 
 WIDTH, CONCEPTS, ACTIVE = 32, 64, 3
 FACTS = {"encoder": "tiny/tower", "block": 4, "token_kind": "patch", "data": "planted", "license": "CC0-1.0"}

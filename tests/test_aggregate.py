@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from torino.errors import BadParameter, UnknownName
-from torino.evaluate import BENCHMARKS, PaperRow, PaperTable, paper_table, paper_tables, relative
-from torino.evaluate.paper import table_names
+from torino.core.errors import BadParameter, UnknownName
+from torino.evaluation import BENCHMARKS, PaperRow, PaperTable, paper_table, paper_tables, relative
+from torino.evaluation.paper import table_names
 
 SCORED = [table for table in paper_tables() if table.baseline is not None]
 ROWS = [(table, row) for table in SCORED for row in table.rows]
@@ -169,7 +169,7 @@ def test_the_data_is_what_the_script_makes_of_the_source(tmp_path: Path, monkeyp
     monkeypatch.setattr(script, "TABLES", {label: ("small", True)})
     monkeypatch.setattr(sys, "argv", ["read_paper.py", "--paper", str(source), "--out", str(tmp_path)])
     script.main()
-    monkeypatch.setattr("torino.evaluate.paper.FOLDER", tmp_path)
+    monkeypatch.setattr("torino.evaluation.paper.FOLDER", tmp_path)
     table = paper_table("small")
     assert table.baseline is not None
     assert (table.rows[0].method, table.rows[0].tokens) == ("TORINO_FB-P", 64)

@@ -19,11 +19,11 @@ import torch
 from PIL import Image
 
 from torino import SAE, BadFile, BadParameter, SAECard, SAEMismatch, TorinoError, UnknownName, Unreachable, make
-from torino.ask import Answer, KeepShare, ask, open_vlm
-from torino.cli_ask import ask as command
-from torino.images import mean_colour, pad_square
+from torino.cli.ask import ask as command
+from torino.datasets.images import mean_colour, pad_square
 from torino.reducers import Reducer
 from torino.vlm import Trace
+from torino.vlm.session import Answer, KeepShare, ask, open_vlm
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "USER:", "ASSISTANT:", "what", "is", "this", "?", "how", "many"]
 WORDS += [f"word{number}" for number in range(50)]
@@ -447,15 +447,16 @@ def test_command_prints_json(home: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_the_lab_is_asked_by_default(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import torino.ask
-    from torino.lab import shipped
+    from torino_lab import shipped
+
+    import torino.vlm.session
 
     photo_file = str(home / "photo.png")
     monkeypatch.setattr(shipped, "SHIPPED", tmp_path)
     with pytest.raises(BadFile, match="where the lab's own one belongs"):
         command(photo_file, QUESTION)
     shutil.copytree(home / "sae", tmp_path / "sae")
-    monkeypatch.setattr(torino.ask, "lab_folder", lambda _: home / "llava")
+    monkeypatch.setattr(torino.vlm.session, "lab_folder", lambda _: home / "llava")
     command(photo_file, QUESTION, k=1, delta=1, max_new_tokens=3, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["model"], told["reducer"]) == ("lab", "torino-m(k=1, delta=1)")
@@ -530,17 +531,17 @@ def test_mistakes_on_the_command_line(home: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_memory_that_runs_out_is_a_sentence(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torino.ask
+    import torino.vlm.session
 
     def full(*_: Any, **__: Any) -> Any:
         raise RuntimeError("CUDA out of memory. Tried to allocate 14 GiB")
 
-    monkeypatch.setattr(torino.ask, "open_vlm", full)
+    monkeypatch.setattr(torino.vlm.session, "open_vlm", full)
     with pytest.raises(TorinoError, match="does not fit into the memory"):
         run(home)
 
 
 def test_importing_the_command_stays_light() -> None:
-    code = "import sys, torino.cli_ask; print(' '.join(sys.modules))"
+    code = "import sys, torino.cli.ask; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"transformers", "PIL", "huggingface_hub"} & set(loaded)

@@ -15,10 +15,10 @@ from test_cdpruner import slow_gains, slow_relevance
 from torch import Tensor
 
 from torino import BadFile, BadParameter, BadTokens, MissingSignal, Reduction, TorinoError, Unreachable, make
+from torino.core.tokens import VisualTokens
 from torino.reducers import Reducer
-from torino.tokens import VisualTokens
 from torino.vlm import ClipText, ReducingProcessor, apply, host_of, open_clip_text, reduced, remove
-from torino.vlm.asked import said
+from torino.vlm.text_query import said
 from torino.vlm.towers import Tower
 
 BUDGET = 6
@@ -368,8 +368,8 @@ def test_what_is_no_clip(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_ask_and_its_command(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from torino.ask import ask, open_vlm
-    from torino.cli_ask import ask as command
+    from torino.cli.ask import ask as command
+    from torino.vlm.session import ask, open_vlm
 
     model, processor = open_vlm(home / "llava")
     photo = tiny.photos(1)[0]

@@ -15,11 +15,11 @@ import torch
 from test_ask import _build, photo
 
 from torino import SAE, BadParameter, SAECard, UnknownName, VisualTokens
-from torino.bench import Bench, Plan, Row, peak_memory, spread
-from torino.cli_bench import _print, _settings
-from torino.cli_bench import bench as command
-from torino.evaluate.settings import FULL
-from torino.tokens import save_tokens
+from torino.cli.bench import _print, _settings
+from torino.cli.bench import bench as command
+from torino.core.tokens import save_tokens
+from torino.evaluation.latency import Bench, Plan, Row, peak_memory, spread
+from torino.evaluation.protocol import FULL
 
 
 def images(count: int = 3) -> list[VisualTokens]:
@@ -198,7 +198,7 @@ def test_noise_in_the_place_of_photos_is_said(home: Path, capsys: pytest.Capture
 
 
 def test_answers_are_of_one_length_and_those_of_ask(home: Path) -> None:
-    from torino.ask import ask, open_vlm
+    from torino.vlm.session import ask, open_vlm
 
     model, processor = open_vlm(home / "llava")
     model.generation_config.eos_token_id = list(range(5, 60))  # nearly every word would end an answer
@@ -211,8 +211,8 @@ def test_answers_are_of_one_length_and_those_of_ask(home: Path) -> None:
 
 
 def test_a_method_that_reads_the_question(home: Path) -> None:
-    from torino.ask import open_vlm
     from torino.vlm import ClipText
+    from torino.vlm.session import open_vlm
 
     model, processor = open_vlm(home / "llava")
     clip, tokenizer = tiny.clip(model.model.vision_tower)
@@ -256,7 +256,7 @@ def test_the_command_prints_a_table(home: Path, capsys: pytest.CaptureFixture[st
     assert "above" in shown.out
     assert "first" not in shown.out, "no model, no answers"
     assert "3 images of tokens.npz" in shown.out
-    from torino.plots.charts import read_bench
+    from torino.evaluation.reporting.figures.charts import read_bench
 
     assert len(read_bench(home / "bench.json")) == 2
 
@@ -303,7 +303,7 @@ def test_both_searches_side_by_side_give_the_same_tokens(
     told = run(home, *given, "--sae", str(wider), "--budgets", "9", "--dynamic", "no", "--screen", "int8")
     assert list(told["survivors"]) == ["sae"]
     assert any("was left out" in note for note in told["notes"])
-    monkeypatch.setattr("torino.screen.backend_for", lambda device: None)
+    monkeypatch.setattr("torino.core.topk.prefilter.backend_for", lambda device: None)
     for screen in ("both", "int8"):
         told = run(home, *given, "--budgets", "9", "--dynamic", "no", "--screen", screen)
         assert [row["label"] for row in told["rows"]] == ["TORINO-M"]
@@ -342,6 +342,6 @@ def test_bad_input_gets_a_sentence(home: Path) -> None:
 
 
 def test_importing_the_command_stays_light() -> None:
-    code = "import sys, torino.cli_bench; print(' '.join(sys.modules))"
+    code = "import sys, torino.cli.bench; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"transformers", "PIL", "pyarrow"} & set(loaded)

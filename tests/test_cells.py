@@ -12,12 +12,12 @@ from test_run import PLAN, checkpoint, go, sae, task, vlm  # noqa: F401 (fixture
 from typer.testing import CliRunner
 
 from torino import SAE, BadParameter, make
-from torino.cli import app
-from torino.cli_report import _examples, _Shown
-from torino.evaluate.cells import cases
-from torino.evaluate.results import Run
-from torino.images import open_image
-from torino.vlm.host import host_of
+from torino.cli.main import app
+from torino.cli.report import _examples, _Shown
+from torino.datasets.images import open_image
+from torino.evaluation.examples import cases
+from torino.evaluation.results import Run
+from torino.vlm.adapters.base import host_of
 
 
 @pytest.fixture(scope="module")

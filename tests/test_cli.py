@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from torino import RawEmbedding, Reduction, ReductionBatch, VisualTokens, load_tokens, make, save_tokens
-from torino.cli import main
-from torino.example import example_folder, example_sae, example_tokens
-from torino.files import read_arrays
+from torino.cli.main import main
+from torino.core.io import read_arrays
+from torino.datasets.bundled import example_folder, example_sae, example_tokens
 
 
 @pytest.fixture(autouse=True)

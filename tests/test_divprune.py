@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torino import BadParameter, BadTokens, UnmetBudget, VisualTokens
-from torino.errors import MissingSignal
+from torino.core.errors import MissingSignal
 from torino.reducers import get, make
 from torino.reducers.divprune import DivPrune, cosines
 from torino.testing import check_reducer, sample_tokens

@@ -11,9 +11,9 @@ import torch
 from slow_matching import agree, contract_images, groups, patches_of, sample, sequence, step
 
 from torino import BadParameter, BadTokens, MissingSignal, UnmetBudget, VisualTokens, make
+from torino.core.reduction import Reduction
+from torino.reducers._matching import cosines, removals
 from torino.reducers.folder import Folder
-from torino.reducers.matching import cosines, removals
-from torino.reduction import Reduction
 from torino.testing import check_reducer
 
 

@@ -17,10 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from torino.errors import BadFile, BadParameter, UnknownName, Unreachable
-from torino.formats import read_sae, write_sae
-from torino.formats.find import locate
-from torino.sae import SAE, SAECard
+from torino.core.errors import BadFile, BadParameter, UnknownName, Unreachable
+from torino.sae.formats import read_sae, write_sae
+from torino.sae.formats.locate import locate
+from torino.sae.model import SAE, SAECard
 
 D, C, K = 8, 24, 3
 GROUPS = (4, 8, 12)
@@ -527,7 +527,7 @@ def test_without_decoder_it_is_not_even_read(tmp_path: Path, monkeypatch: pytest
             taken.append(name)
             return self.file.get_tensor(name)
 
-    monkeypatch.setattr("torino.files.safe_open", Spy)
+    monkeypatch.setattr("torino.core.io.safe_open", Spy)
     assert SAE.load(tmp_path, decoder=False).W_dec is None
     assert sorted(taken) == ["W_enc", "b_dec", "b_enc"]
 

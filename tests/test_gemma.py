@@ -29,8 +29,8 @@ from torch import Tensor
 
 from torino import MissingSignal, TorinoError
 from torino.vlm import host_of, reduced
-from torino.vlm.gemma import Gemma3, PaliGemma
-from torino.vlm.host import families, serve
+from torino.vlm.adapters.base import families, serve
+from torino.vlm.adapters.gemma import Gemma3, PaliGemma
 
 for host in (PaliGemma, Gemma3):
     for name in host.families:

@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torino import BadParameter, BadTokens, Concepts, grouping
-from torino.grouping import Groups, group_by_overlap, shared_concepts
-from torino.packed import offsets_of
+from torino import BadParameter, BadTokens, Concepts
+from torino.core import grouping
+from torino.core.grouping import Groups, group_by_overlap, shared_concepts
+from torino.core.ragged import offsets_of
 
 RULES = ("group", "keep", "literal")
 SETTINGS = [(k, delta) for k in range(1, 7) for delta in range(1, k + 1)]

@@ -10,8 +10,8 @@ import torch
 from slow_matching import contract_images, cosine, f32, sample
 
 from torino import BadParameter, BadTokens, MissingSignal, Reduction, UnmetBudget, VisualTokens, make
+from torino.reducers._matching import cosines
 from torino.reducers.gtp import GTP, gtp_step, importance, token_graph
-from torino.reducers.matching import cosines
 from torino.testing import check_reducer
 
 Matrix = list[list[float]]

@@ -16,9 +16,9 @@ import torch
 from test_ask import PATCHES, QUESTION, TEMPLATE, _build, photo
 
 from torino import SAE, BadParameter, SAECard, TorinoError, make
-from torino.guests import Guest
-from torino.guests.answering import cut, generation_of, interleaved
-from torino.guests.vlmevalkit import worded
+from torino.integrations import Guest
+from torino.integrations.chat import cut, generation_of, interleaved
+from torino.integrations.vlmevalkit import worded
 from torino.vlm import reduced
 
 ROOT = Path(__file__).parents[1]
@@ -317,7 +317,7 @@ def test_without_the_kits_the_guests_say_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_in_lmms_eval_itself(home: Path) -> None:
     registry = pytest.importorskip("lmms_eval.models.registry_v2", reason="lmms-eval is not installed")
-    from torino.guests import lmms_eval as guest
+    from torino.integrations import lmms_eval as guest
 
     table = registry.ModelRegistryV2()
     table.register_manifest(guest.manifest())
@@ -370,7 +370,7 @@ def test_vlmevalkit(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     said = model.generate_inner(message, dataset="POPE")
     assert model.guest.after == 4
     with reduced(model.guest.model, make("random(budget=4)")):
-        from torino.images import mean_colour, pad_square
+        from torino.datasets.images import mean_colour, pad_square
 
         padded = pad_square(photo(), mean_colour(model.guest.processor))
         inputs = model.guest.processor(
@@ -409,7 +409,7 @@ def test_questions_are_worded_as_vlmevalkit_words_them_for_llava() -> None:
 
 def test_in_vlmevalkit_itself(home: Path) -> None:
     pytest.importorskip("vlmeval.vlm.base", reason="VLMEvalKit is not installed")
-    from torino.guests import vlmevalkit as guest
+    from torino.integrations import vlmevalkit as guest
 
     model = guest.Torino(str(home / "llava"), reducer="random(budget=4)", device="cpu", max_new_tokens=2)
     message = [{"type": "image", "value": str(home / "0.png")}, {"type": "text", "value": QUESTION}]

@@ -26,18 +26,18 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from torino import BadFile, BadParameter, BadTokens, MissingSignal, TorinoError
-from torino import files as files_module
-from torino.cli_harvest import harvest as command
-from torino.photos import Photo, Photos, open_photos
-from torino.train import harvest as harvest_module
-from torino.train import shards as shards_module
-from torino.train.harvest import harvest
-from torino.train.kinds import TokenKind
-from torino.train.look import Looker
-from torino.train.recipe import Recipe
-from torino.train.store import Store
-from torino.train.stream import Stream
-from torino.train.trainer import train
+from torino.cli.activations import harvest as command
+from torino.core import io as files_module
+from torino.datasets import Photo, Photos, open_photos
+from torino.training.activations import cache as harvest_module
+from torino.training.activations import shards as shards_module
+from torino.training.activations.cache import harvest
+from torino.training.activations.extraction import Looker
+from torino.training.activations.selection import TokenKind
+from torino.training.activations.store import Store
+from torino.training.activations.stream import Stream
+from torino.training.config import Recipe
+from torino.training.trainer import train
 from torino.vlm.towers import Tower, open_tower
 
 COUNT, PATCHES, SIDE, WIDTH = 11, 16, 56, 32
@@ -388,7 +388,7 @@ def test_a_full_disk_leaves_a_store_that_goes_on(
         room[0] -= 1
         if room[0] < 0:
             with monkeypatch.context() as full:
-                full.setattr("torino.files._save_safetensors", _no_space)
+                full.setattr("torino.core.io._save_safetensors", _no_space)
                 return real(path, *arguments)
         return real(path, *arguments)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torino import BadParameter, BadTokens, UnmetBudget, VisualTokens
-from torino.errors import MissingSignal
+from torino.core.errors import MissingSignal
 from torino.reducers import get, make
 from torino.reducers.hired import FasterVLM, HiRED, plan_tiles, tile_budgets
 from torino.testing import check_reducer

@@ -14,13 +14,13 @@ from test_llava_next import IMAGE, NEW, PINPOINTS, ROWS, SIDE, TILE, answer, inp
 from torch import Tensor
 
 from torino import Reduction, VisualTokens, make
-from torino.ask import KeepShare
-from torino.errors import BadParameter, MissingSignal, UnmetBudget
+from torino.core.errors import BadParameter, MissingSignal, UnmetBudget
+from torino.core.reduction import ReductionBatch
 from torino.reducers import Reducer
 from torino.reducers.hired import plan_tiles
-from torino.reduction import ReductionBatch
 from torino.vlm import ClipText, host_of, reduced
-from torino.vlm.llava_next import LlavaNext
+from torino.vlm.adapters.llava_next import LlavaNext
+from torino.vlm.session import KeepShare
 
 SIZES = [(32, 32), (64, 64), (40, 90), (90, 33), (20, 70), (200, 2), (64, 40)]
 
@@ -126,7 +126,7 @@ def test_views_without_a_token(newlines: Any) -> None:
 
 
 def test_views_without_a_token_are_drawn() -> None:
-    from torino.draw import draw_sheet
+    from torino.viz.draw import draw_sheet
 
     model = tiny("llava_next")
     with reduced(model, make("hired", budget=8, alpha=1.0)) as trace:

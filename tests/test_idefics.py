@@ -27,8 +27,8 @@ from torch import Tensor
 
 from torino import MissingSignal
 from torino.vlm import host_of, reduced
-from torino.vlm.host import families, serve
-from torino.vlm.idefics import Idefics
+from torino.vlm.adapters.base import families, serve
+from torino.vlm.adapters.idefics import Idefics
 
 for name in Idefics.families:
     if name not in families():

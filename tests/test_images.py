@@ -11,8 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from torino import BadFile, BadParameter, images
-from torino.images import as_seen, mean_colour, open_image, pad_square, prepare
+from torino import BadFile, BadParameter
+from torino.datasets import images
+from torino.datasets.images import as_seen, mean_colour, open_image, pad_square, prepare
 
 
 def bytes_of(image: Image.Image, form: str = "PNG", **options: object) -> bytes:

@@ -24,13 +24,13 @@ from test_gtp import slow_graph, slow_step
 from torch import Tensor, nn
 
 from torino import BadParameter, BadTokens, MissingSignal, Reduction, TorinoError, UnmetBudget, VisualTokens, make
-from torino.ask import KeepShare
 from torino.reducers import GTPTower, Passage, ToMeTower, TowerReducer, inside_of
-from torino.reducers.inside import spread
+from torino.reducers.in_tower import spread
 from torino.testing import check_reducer, pretend_tower, same_plan, sample_tokens
 from torino.vlm import ReducingProcessor, host_of, reduced
-from torino.vlm.inside import Passed, pass_through
-from torino.vlm.tap import anatomy
+from torino.vlm.hooks import anatomy
+from torino.vlm.in_tower import Passed, pass_through
+from torino.vlm.session import KeepShare
 from torino.vlm.towers import Tower
 
 TOWERS = ("clip", "siglip", "dinov2", "registers")

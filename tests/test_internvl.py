@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torino import BadTokens, MissingSignal, RawEmbedding, Reduction, TorinoError, VisualTokens, make
 from torino.reducers import Reducer
 from torino.vlm import ReducingProcessor, host_of, reduced
-from torino.vlm.host import families, serve
-from torino.vlm.internvl import InternVL
+from torino.vlm.adapters.base import families, serve
+from torino.vlm.adapters.internvl import InternVL
 
 if "internvl" not in families():
     serve("internvl")(lambda: InternVL)

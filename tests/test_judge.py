@@ -19,13 +19,14 @@ from squares import reader, tokens
 from torch import Tensor
 
 from torino import SAE, Reduction
-from torino.errors import BadFile, BadParameter, BadTokens, SAEMismatch
-from torino.judge import Evidence, Looked, Monosemanticity, gather, monosemanticity, name_concepts, save_names, tally
-from torino.judge.evidence import FILE, PARTIAL, View
-from torino.judge.looking import Looking
-from torino.judge.names import _singular, _surely
-from torino.photos import Gone
-from torino.story import names_of
+from torino.core.errors import BadFile, BadParameter, BadTokens, SAEMismatch
+from torino.core.explanation import names_of
+from torino.datasets import Gone
+from torino.interpret import Evidence, Looked, Monosemanticity, gather, monosemanticity, name_concepts, save_names
+from torino.interpret import running_stats as tally
+from torino.interpret.naming import _singular, _surely
+from torino.interpret.photos import Looking
+from torino.interpret.top_activations import FILE, PARTIAL, View
 
 
 def by_loops(activations: Tensor, embeddings: Tensor) -> list[float]:
@@ -222,7 +223,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
         sys.path.insert(0, sys.argv[1])
         from pathlib import Path
         from squares import reader, tokens
-        from torino.judge import Looked, gather
+        from torino.interpret import Looked, gather
 
         class Slow(Looked):
             def views(self, start, stop):
@@ -459,8 +460,8 @@ def test_levels_keep_the_names_they_have() -> None:
 
 
 def test_stories_use_the_names_of_the_sae() -> None:
-    from torino.ask import KeepShare
     from torino.reducers import make
+    from torino.vlm.session import KeepShare
 
     sae = squares.sae()
     sae.names = {0: "red"}

@@ -24,15 +24,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from torino import SAE, Reduction
-from torino.cli_concepts import EPILOG
-from torino.cli_concepts import concepts as command
-from torino.draw import draw_reduction, draw_sheet
-from torino.errors import BadParameter, TorinoError
-from torino.judge import Evidence, gather, name_concepts
-from torino.judge.looking import Looking
-from torino.judge.page import neighbours_of, write_page
-from torino.judge.sheet import concepts, draw_concepts, shrunk, spotlight
-from torino.terminal import draw_groups
+from torino.cli.concepts import EPILOG
+from torino.cli.concepts import concepts as command
+from torino.core.errors import BadParameter, TorinoError
+from torino.interpret import Evidence, gather, name_concepts
+from torino.interpret.dashboard import neighbours_of, write_page
+from torino.interpret.photos import Looking
+from torino.interpret.sheet import concepts, draw_concepts, shrunk, spotlight
+from torino.viz.draw import draw_reduction, draw_sheet
+from torino.viz.terminal import draw_groups
 
 
 @pytest.fixture(scope="module")

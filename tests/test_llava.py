@@ -23,7 +23,7 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList, MaxLen
 from torino import BadParameter, BadTokens, MissingSignal, RawEmbedding, Reduction, SAEMismatch, TorinoError, make
 from torino.reducers import Reducer
 from torino.vlm import ReducedInputs, ReducingProcessor, Trace, apply, reduced, remove
-from torino.vlm.host import host_of
+from torino.vlm.adapters.base import host_of
 
 ROWS = ("ab#cd", "#e#fgh", "klm", "z#")
 NEW = 5

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from torino import SAE, RawEmbedding, Reducer, Reduction, VisualTokens, make
-from torino.errors import BadParameter, BadTokens, MissingSignal, TorinoError
-from torino.reduction import ReductionBatch
+from torino.core.errors import BadParameter, BadTokens, MissingSignal, TorinoError
+from torino.core.reduction import ReductionBatch
 
 transformers = pytest.importorskip("transformers")
 
 from torino.vlm import ReducingProcessor, families, host_of, reduced  # noqa: E402
-from torino.vlm.host import Host, serve  # noqa: E402
-from torino.vlm.llava_next import LlavaNext  # noqa: E402
-from torino.vlm.llava_onevision import LlavaOnevision  # noqa: E402
+from torino.vlm.adapters.base import Host, serve  # noqa: E402
+from torino.vlm.adapters.llava_next import LlavaNext  # noqa: E402
+from torino.vlm.adapters.llava_onevision import LlavaOnevision  # noqa: E402
 
 if "llava_next" not in families():
 

@@ -18,19 +18,19 @@ import torch
 import typer
 from PIL import Image, ImageFont
 from test_ask import QUESTION, _build, photo
+from torino_lab import shipped
+from torino_lab.shipped import lab_photo, lab_sae
 from typer.testing import CliRunner
 
 from torino import SAE, BadFile, Reduction, SAECard, TorinoError, make
-from torino.ask import ask, open_vlm
-from torino.cli_compare import EPILOG as COMPARE
-from torino.cli_compare import compare
-from torino.cli_look import EPILOG as LOOK
-from torino.cli_look import look
-from torino.draw import SHADE, draw_reduction, draw_tokens, in_letters
-from torino.example import example_folder
-from torino.lab import shipped
-from torino.lab.shipped import lab_photo, lab_sae
-from torino.sheet import GREEN, Told, _fitted, _wrapped, draw_compare, draw_look
+from torino.cli.compare import EPILOG as COMPARE
+from torino.cli.compare import compare
+from torino.cli.look import EPILOG as LOOK
+from torino.cli.look import look
+from torino.datasets.bundled import example_folder
+from torino.viz.draw import SHADE, draw_reduction, draw_tokens, in_letters
+from torino.viz.figures import GREEN, Told, _fitted, _wrapped, draw_compare, draw_look
+from torino.vlm.session import ask, open_vlm
 
 app = typer.Typer(rich_markup_mode="rich")
 app.command(epilog=LOOK)(look)
@@ -183,7 +183,7 @@ def test_look_without_flags_takes_what_ships(place: Path, tmp_path: Path, monkey
     monkeypatch.setattr(shipped, "SHIPPED", tmp_path / "shipped")
     assert "where the lab's own one belongs" in str(torino("look").exception)
     squares.sae().save(tmp_path / "shipped" / "sae")
-    monkeypatch.setattr("torino.lab.tower.lab_tower", lambda block, **_: squares.tower(block))
+    monkeypatch.setattr("torino_lab.tower.lab_tower", lambda block, **_: squares.tower(block))
     done = torino("look")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith(f"{lab_photo().name}: 16 patches")
@@ -290,7 +290,7 @@ def test_compare_asks_with_every_method(home: Path, tmp_path: Path) -> None:
 
 
 def test_compare_prints_a_table_and_looks_once(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torino.ask
+    import torino.vlm.session
 
     looks = list[int]()
 
@@ -301,7 +301,7 @@ def test_compare_prints_a_table_and_looks_once(home: Path, tmp_path: Path, monke
         )
         return model, processor
 
-    monkeypatch.setattr(torino.ask, "open_vlm", counting)
+    monkeypatch.setattr(torino.vlm.session, "open_vlm", counting)
     methods = "random(budget=16),visionzip,torino-m,hired"
     done = compared(home, "--budget", "5", "--methods", methods, "-o", tmp_path / "few.png")
     assert done.exit_code == 0, done.output
@@ -363,6 +363,6 @@ def test_help_has_examples() -> None:
 
 
 def test_importing_the_commands_stays_light() -> None:
-    code = "import sys, torino.cli_look, torino.cli_compare; print(' '.join(sys.modules))"
+    code = "import sys, torino.cli.look, torino.cli.compare; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"transformers", "PIL", "huggingface_hub"} & set(loaded)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torino import BadParameter, Reduction, make
 from torino.vlm import apply, reduced, remove
-from torino.vlm.host import host_of
-from torino.vlm.mass import added_by_mass, attending, weigh
+from torino.vlm.adapters.base import host_of
+from torino.vlm.attention import added_by_mass, attending, weigh
 
 MERGED = Reduction.of([{0: 1.0}, {**dict.fromkeys(range(1, 9), 0.125)}, {9: 0.5, 10: 0.5}, {15: 1.0}], (4, 4))
 
@@ -175,7 +175,7 @@ def test_registers_stand_for_no_patch() -> None:
 def test_own_is_as_the_method_has_it_where_the_model_allows_it() -> None:
     from test_llava_next import tiny as tiles
 
-    from torino.ask import KeepShare
+    from torino.vlm.session import KeepShare
 
     host, on, off = host_of(tiny.llava()), of_torino("torino-x", budget=4), of_torino("torino-x", budget=4, mass=False)
     assert [weigh(None, one, host) for one in (on, off, of_torino(), KeepShare(on, 0.5), None)] == [1, 0, 0, 1, 0]

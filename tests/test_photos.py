@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from torino import BadFile, BadParameter, TorinoError
-from torino.images import open_image
-from torino.photos import Gone, Photos, open_photos
-from torino.photos import tables as tables_module
+from torino.datasets import Gone, Photos, open_photos
+from torino.datasets import parquet as tables_module
+from torino.datasets.images import open_image
 
 COLOURS = [(250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0), (0, 250, 250), (10, 20, 30), (90, 90, 90)]
 CAPTIONS = [[f"a picture of {colour}", "a picture"] for colour in COLOURS]

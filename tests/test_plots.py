@@ -21,11 +21,10 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from torino import BadFile, BadParameter, TorinoError, make
-from torino.evaluate.measure import document_of
-from torino.evaluate.results import open_run
-from torino.example import PHOTOS, example_folder, example_sae, example_tokens
-from torino.images import open_image
-from torino.plots import (
+from torino.core.reduction import Reduction
+from torino.datasets.bundled import PHOTOS, example_folder, example_sae, example_tokens
+from torino.datasets.images import open_image
+from torino.evaluation.reporting.figures import (
     Example,
     Shown,
     accuracy,
@@ -41,9 +40,10 @@ from torino.plots import (
     svg_text,
     teaser,
 )
-from torino.plots.pictures import outlines
-from torino.plots.style import lines_of
-from torino.reduction import Reduction
+from torino.evaluation.reporting.figures.pictures import outlines
+from torino.evaluation.reporting.figures.style import lines_of
+from torino.evaluation.reporting.summary import document_of
+from torino.evaluation.results import open_run
 
 BENCH = [
     {"label": "All tokens", "spec": "", "module_ms": {"mean": 0.3, "std": 0.01}, "floor_ms": 0.2, "tokens": 576},

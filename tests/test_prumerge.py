@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torino import BadParameter, BadTokens, Reduction, UnmetBudget, VisualTokens, make
-from torino.errors import MissingSignal
+from torino.core.errors import MissingSignal
 from torino.reducers.prumerge import PruMerge, outliers
 from torino.testing import check_reducer, sample_tokens
 

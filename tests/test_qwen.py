@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from torino import SAE, RawEmbedding, Reducer, Reduction, SAECard, VisualTokens, make
-from torino.errors import BadParameter, BadTokens, MissingSignal, SAEMismatch
+from torino.core.errors import BadParameter, BadTokens, MissingSignal, SAEMismatch
 
 transformers = pytest.importorskip("transformers")
 
 from torino.vlm import ReducingProcessor, families, host_of, reduced  # noqa: E402
-from torino.vlm.host import Host, serve  # noqa: E402
-from torino.vlm.qwen import Qwen  # noqa: E402
+from torino.vlm.adapters.base import Host, serve  # noqa: E402
+from torino.vlm.adapters.qwen import Qwen  # noqa: E402
 
 if not set(Qwen.families) <= set(families()):
 

@@ -30,7 +30,7 @@ from torino import (
     files,
     make,
 )
-from torino.packed import offsets_of
+from torino.core.ragged import offsets_of
 
 TENSORS = ("sources", "weights", "offsets", "anchor", "concept", "assigned", "score")
 WEIGHTS = st.sampled_from([1.0, 1.0, 0.5, -2.0, 0.25, 3.0, 0.0])

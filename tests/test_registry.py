@@ -20,7 +20,7 @@ from torino import (
     names,
     register,
 )
-from torino.errors import unknown_name
+from torino.core.errors import unknown_name
 from torino.reducers import TorinoMerge, TorinoPrune, base, describe, get
 
 

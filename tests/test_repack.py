@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torino import BadParameter, BadTokens
-from torino.vlm.repack import Repacked, repack
+from torino.vlm.insertion import Repacked, repack
 
 IMAGE, PAD = 9, 0
 Image = tuple[int, list[int]]  # its placeholders, and the slots of the tokens it has left

@@ -17,14 +17,14 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from torino import BadFile, BadParameter
-from torino.evaluate import BENCHMARKS
-from torino.evaluate.measure import counts_only, display, document_of, known_document, measure
-from torino.evaluate.report import write_report
-from torino.evaluate.results import open_run
-from torino.evaluate.run import Plan
-from torino.evaluate.settings import Setting, matched_settings, own_settings
-from torino.evaluate.tables import choose_tables, latex, layout, markdown, rows_of
-from torino.evaluate.tasks import Task, open_task
+from torino.evaluation import BENCHMARKS
+from torino.evaluation.protocol import Setting, matched_settings, own_settings
+from torino.evaluation.reporting.report import write_report
+from torino.evaluation.reporting.summary import counts_only, display, document_of, known_document, measure
+from torino.evaluation.reporting.tables import choose_tables, latex, layout, markdown, rows_of
+from torino.evaluation.results import open_run
+from torino.evaluation.runner import Plan
+from torino.evaluation.tasks import Task, open_task
 
 QUALITY = {"full": 0.95, "torino-m": 0.92, "torino-p": 0.9, "visionzip": 0.86, "prunesid": 0.87, "random": 0.72}
 METHODS = ["torino-p", "torino-m", "random", "visionzip", "prunesid"]
@@ -441,7 +441,7 @@ def test_markdown_and_details_hold_the_same_figures(document: dict[str, Any], tm
 def app() -> Any:
     import typer
 
-    from torino.cli_report import plot, report
+    from torino.cli.report import plot, report
 
     made = typer.Typer()
     made.command()(report)

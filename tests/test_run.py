@@ -22,14 +22,14 @@ from PIL import Image
 from test_ask import _build
 
 from torino import SAE, BadFile, BadParameter, RawEmbedding, TorinoError, make
-from torino.ask import ask, open_vlm
-from torino.evaluate.engine import Asked, Engine
-from torino.evaluate.measure import measure
-from torino.evaluate.records import Records, read_records
-from torino.evaluate.results import open_run
-from torino.evaluate.run import Plan, _added, evaluate, mean_length
-from torino.evaluate.settings import FULL, dynamic_settings, fixed_settings, matched_settings
-from torino.evaluate.tasks import Task, open_task
+from torino.evaluation.engine import Asked, Engine
+from torino.evaluation.protocol import FULL, dynamic_settings, fixed_settings, matched_settings
+from torino.evaluation.records import Records, read_records
+from torino.evaluation.reporting.summary import measure
+from torino.evaluation.results import open_run
+from torino.evaluation.runner import Plan, _added, evaluate, mean_length
+from torino.evaluation.tasks import Task, open_task
+from torino.vlm.session import ask, open_vlm
 
 METHODS = ["torino-p", "torino-m", "random", "divprune"]
 PLAN = Plan(METHODS, dynamic=[(2, 2), (1, 1)], fixed=[5], seeds=2)
@@ -314,9 +314,9 @@ import sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from torino import SAE
-from torino.ask import open_vlm
-from torino.evaluate.run import Plan, evaluate
-from torino.evaluate.tasks import open_task
+from torino.vlm.session import open_vlm
+from torino.evaluation.runner import Plan, evaluate
+from torino.evaluation.tasks import open_task
 model, processor = open_vlm(sys.argv[1])
 generator = torch.Generator().manual_seed(3)
 sae = SAE(torch.randn(40, 32, generator=generator), W_dec=torch.randn(40, 32, generator=generator))
@@ -515,7 +515,7 @@ def test_other_arguments_are_another_run(tmp_path: Path, vlm: tuple[Any, Any], s
 def test_the_command(tmp_path: Path, checkpoint: Path, sae: SAE) -> None:
     from typer.testing import CliRunner
 
-    from torino.cli import app
+    from torino.cli.main import app
 
     sae.save(tmp_path / "sae")
     data = write_tsv(tmp_path / "small.tsv", images=2)
@@ -531,7 +531,7 @@ def test_the_command(tmp_path: Path, checkpoint: Path, sae: SAE) -> None:
 def test_the_command_says_what_failed_and_what_is_wrong(tmp_path: Path, checkpoint: Path) -> None:
     from typer.testing import CliRunner
 
-    from torino.cli import app
+    from torino.cli.main import app
 
     data = write_tsv(tmp_path / "small.tsv", images=1)
     with data.open("a", encoding="utf-8") as file:

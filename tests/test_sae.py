@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torino import SAE, BadFile, BadParameter, BadTokens, Origin, SAECard, SAEMismatch, VisualTokens, make
-from torino.concepts import ConceptEncoder, Remembering
+from torino.core.concepts import ConceptEncoder, Remembering
 
 KINDS = ("relu", "topk", "batchtopk", "matryoshka", "jumprelu")
 C, D = 24, 4

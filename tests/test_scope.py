@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torino import BadParameter, UnmetBudget, VisualTokens
-from torino.errors import MissingSignal
+from torino.core.errors import MissingSignal
 from torino.reducers import get, make
 from torino.reducers.scope import Scope
 from torino.testing import check_reducer

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from torino.errors import BadFile, BadParameter, Unreachable
-from torino.evaluate import Judge, Place, Sample, Score, Task
-from torino.evaluate.benchmarks import BENCHMARKS, CUSTOM
-from torino.evaluate.extract import normalise, option_of, yes_or_no
-from torino.evaluate.judging import grade_in
-from torino.evaluate.scoring import soft_accuracy
+from torino.core.errors import BadFile, BadParameter, Unreachable
+from torino.evaluation import Judge, Place, Sample, Score, Task
+from torino.evaluation.benchmarks import BENCHMARKS, CUSTOM
+from torino.evaluation.extraction import normalise, option_of, yes_or_no
+from torino.evaluation.judge import grade_in
+from torino.evaluation.scoring import soft_accuracy
 
 
 def sample(index: str, answer: str | tuple[str, ...], image: str = "", **more: Any) -> Sample:
@@ -320,7 +320,7 @@ def test_mme() -> None:
 
 
 def test_a_perfect_mme_is_2800() -> None:
-    from torino.evaluate.scoring import COGNITION, PERCEPTION
+    from torino.evaluation.scoring import COGNITION, PERCEPTION
 
     samples = [
         sample(f"{name}{answer}", answer, group=name, meta={"category": name})
@@ -539,7 +539,7 @@ def test_a_reply_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut(*_: Any, **__: Any) -> Any:
         raise IncompleteRead(b"{")
 
-    monkeypatch.setattr("torino.evaluate.judging.urlopen", cut)
+    monkeypatch.setattr("torino.evaluation.judge.urlopen", cut)
     with pytest.raises(Unreachable, match="IncompleteRead"):
         vet().score(ROWS[:1], Judge("http://127.0.0.1:9", "grader", tries=2, pause=0.01))
 

@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from torino import SAE, BadParameter
-from torino import screen as room
-from torino.example import example_sae, example_tokens
-from torino.files import read_arrays
-from torino.screen import Told, product_of, products, quantise, screened, search, zero_for
-from torino.screen import quantised as storing
-from torino.strongest import strongest
+from torino.core.io import read_arrays
+from torino.core.topk import prefilter as room
+from torino.core.topk.exact import strongest
+from torino.core.topk.prefilter import Told, product_of, quantise, screened, search, zero_for
+from torino.core.topk.prefilter import backends as products
+from torino.core.topk.prefilter import quantization as storing
+from torino.datasets.bundled import example_sae, example_tokens
 
 try:
     import onnxruntime  # noqa: F401
@@ -332,7 +333,7 @@ def test_threads_born_later_keep_their_own() -> None:
     """In a process of its own: searches from several threads at once, then a new thread."""
     code = """
 import threading, torch
-from torino.screen import product_of, quantise, screened
+from torino.core.topk.prefilter import product_of, quantise, screened
 torch.set_num_threads(2)
 x, w = torch.randn(300, 8), torch.randn(900, 8)
 held = quantise(w, torch.zeros(900), 64)
@@ -699,7 +700,7 @@ def test_a_cache_that_cannot_be_entered_is_no_fault(kept: Path, monkeypatch: pyt
 
 def test_where_the_folder_cannot_be_written_the_cache_is_taken(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torino import BadFile
-    from torino.files import write_arrays
+    from torino.core.io import write_arrays
 
     refused: list[Path] = []
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torino_lab.corpus import Corpus
 
-from torino.evaluate import Place, Sample, Task
-from torino.evaluate.benchmarks import BENCHMARKS, CUSTOM, LAB_BENCHMARKS
-from torino.files import write_json
-from torino.lab.corpus import Corpus
-from torino.reduction import Reduction
+from torino.core.io import write_json
+from torino.core.reduction import Reduction
+from torino.evaluation import Place, Sample, Task
+from torino.evaluation.benchmarks import BENCHMARKS, CUSTOM, LAB_BENCHMARKS
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

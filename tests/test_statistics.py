@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from torino.errors import BadParameter
-from torino.evaluate import (
+from torino.core.errors import BadParameter
+from torino.evaluation import (
     Place,
     Sample,
     Score,
@@ -72,7 +72,7 @@ def test_drawing_kinds_is_drawing_groups() -> None:
 def test_many_kinds_and_few_draws_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     grades = np.random.default_rng(0).random(300)  # every group is of a kind of its own
     whole = interval(accuracy(grades), draws=4000)
-    monkeypatch.setattr("torino.evaluate.statistics._MOST", 1000)  # three draws at a time
+    monkeypatch.setattr("torino.evaluation.statistics._MOST", 1000)  # three draws at a time
     parts = interval(accuracy(grades), draws=4000)
     # the same numbers from the generator, however they are cut; only the sums may be rounded otherwise
     assert (parts.low, parts.high) == pytest.approx((whole.low, whole.high), rel=1e-9)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torino import BadFile, BadParameter
-from torino.train.kinds import Skipped
-from torino.train.order import Order, endless, key_of
-from torino.train.shards import Settings, Shard, open_shards, write_shard
-from torino.train.store import Store
+from torino.training.activations.selection import Skipped
+from torino.training.activations.shards import Settings, Shard, open_shards, write_shard
+from torino.training.activations.store import Store
+from torino.training.sampler import Order, endless, key_of
 
 WIDTH = 6
 SETTINGS = Settings("tiny/clip", 3, WIDTH, "0123", "all", "crop", 0, "float16", "9 photos of a test", "abcd", 9, 4)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torino import strongest as module
-from torino.strongest import SILENT, stable_top, strongest
+from torino.core.topk import exact as module
+from torino.core.topk.exact import SILENT, stable_top, strongest
 
 ZERO = torch.tensor(0.0)
 CHUNKS = (1, 7, 64, 1000, 4096)
@@ -453,7 +453,7 @@ def test_the_newer_settings_of_precision_change_no_answer(place: str, name: str,
     """In a process of its own: torch cannot go back from the newer settings to the older ones."""
     code = f"""
 import torch
-from torino.strongest import strongest
+from torino.core.topk.exact import strongest
 torch.manual_seed(0)
 x, w, b, floor = torch.randn(9, 32), torch.randn(300, 32), torch.randn(300), torch.tensor(0.0)
 before = strongest(x, w, b, 3, floor)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from torino import MissingSignal, TorinoError
-from torino.stages import recording
-from torino.vlm.tap import Tapped, anatomy, tap
+from torino.core.timing import recording
+from torino.vlm.hooks import Tapped, anatomy, tap
 
 TOWERS = ("clip", "siglip", "dinov2", "registers")
 PREFIX = {"clip": 1, "siglip": 0, "dinov2": 1, "registers": 1 + tiny.REGISTERS}

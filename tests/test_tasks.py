@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torino.errors import BadFile, BadParameter, UnknownName
-from torino.evaluate import BENCHMARKS, open_task, read_answers
-from torino.evaluate.samples import answers_of, read_tsv
-from torino.evaluate.tasks import find_task, rotations
-from torino.evaluate.tsv import rows, unquoted
+from torino.core.errors import BadFile, BadParameter, UnknownName
+from torino.evaluation import BENCHMARKS, open_task, read_answers
+from torino.evaluation.samples import answers_of, read_tsv
+from torino.evaluation.tasks import find_task, rotations
+from torino.evaluation.tsv import rows, unquoted
 
 
 def picture(number: int) -> bytes:
@@ -93,7 +93,7 @@ def test_quotes_inside_a_cell_that_is_not_quoted(tmp_path: Path) -> None:
 
 
 def test_an_open_quote_does_not_read_the_file_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torino.evaluate.tsv.MOST", 200)
+    monkeypatch.setattr("torino.evaluation.tsv.MOST", 200)
     path = write(tmp_path / "X.tsv", [question(n) for n in range(50)])
     text = path.read_text(encoding="utf-8").replace("What", '"What', 1)
     path.write_text(text, encoding="utf-8")

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torino import BadFile, BadTokens, MissingSignal, Origin, TorinoError, VisualTokens, load_tokens, save_tokens
-from torino.files import write_arrays
-from torino.tokens import pack_patches
+from torino.core.io import write_arrays
+from torino.core.tokens import pack_patches
 
 
 def numbers(*shape: int) -> torch.Tensor:

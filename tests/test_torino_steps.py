@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torino import SAE, BadParameter, RawEmbedding, Reduction, UnmetBudget, VisualTokens, make
-from torino.concepts import Remembering
-from torino.evaluate.settings import default_methods
+from torino.core.concepts import Remembering
+from torino.evaluation.protocol import default_methods
 from torino.reducers.torino_steps import TorinoSteps
 from torino.testing import check_reducer
 

@@ -23,11 +23,11 @@ from torino import (
     calibrate_cover,
     make,
 )
-from torino.ask import KeepShare
-from torino.evaluate.settings import fixed_settings
+from torino.evaluation.protocol import fixed_settings
 from torino.reducers.torino_x import TIE, TorinoX, cover, fade, far, overlaps_of
 from torino.testing import check_reducer
 from torino.vlm import reduced
+from torino.vlm.session import KeepShare
 
 RAW = RawEmbedding()
 

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from torino import SAE, BadFile, BadParameter, TorinoError
-from torino.errors import BadTokens
-from torino.files import read_arrays
-from torino.train.activations import InMemory
-from torino.train.checkpoint import Records
-from torino.train.logs import JsonLines
-from torino.train.measure import group_counts, measure
-from torino.train.recipe import Recipe
-from torino.train.start import geometric_median
-from torino.train.sweep import sweep
-from torino.train.trainer import Trainer, train
-from torino.train.world import World, device_here
+from torino.core.errors import BadTokens
+from torino.core.io import read_arrays
+from torino.training.activations.base import InMemory
+from torino.training.checkpoint import Records
+from torino.training.config import Recipe
+from torino.training.distributed import World, device_here
+from torino.training.init import geometric_median
+from torino.training.logging import JsonLines
+from torino.training.metrics import group_counts, measure
+from torino.training.sweep import sweep
+from torino.training.trainer import Trainer, train
 
 KINDS = ("matryoshka", "batchtopk", "topk", "relu")
 ROWS, CONCEPTS = plant.planted()

@@ -15,13 +15,13 @@ import typer
 from typer.testing import CliRunner
 
 from torino import SAE, BadFile, BadParameter
-from torino.cli_train import SWEEP_EPILOG, TRAIN_EPILOG, sweep, train
-from torino.files import write_json
-from torino.train.kinds import Skipped
-from torino.train.recipe import Recipe
-from torino.train.shards import CARD, Settings, write_shard
-from torino.train.store import Store
-from torino.train.trainer import train as run
+from torino.cli.train import SWEEP_EPILOG, TRAIN_EPILOG, sweep, train
+from torino.core.io import write_json
+from torino.training.activations.selection import Skipped
+from torino.training.activations.shards import CARD, Settings, write_shard
+from torino.training.activations.store import Store
+from torino.training.config import Recipe
+from torino.training.trainer import train as run
 
 PHOTOS, PATCHES = 20, 16
 BROKEN = Skipped(PHOTOS, "broken.jpg", "It is no photo.")
@@ -185,14 +185,14 @@ def test_heldout_photos_that_were_harvested_anew_are_measured_anew(store: Path, 
 
 
 def test_the_papers_recipe_is_one_flag_away() -> None:
-    from torino.cli_train import _recipe
+    from torino.cli.train import _recipe
 
     recipe = _recipe(True, kind="matryoshka", steps=7, lr=None).settled(1024)
     assert (recipe.steps, recipe.batch, recipe.aux, recipe.k) == (7, 4096, 0.03, 20)
 
 
 def test_interruption_is_said_and_the_run_goes_on(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torino.train.trainer import Trainer
+    from torino.training.trainer import Trainer
 
     take = Trainer.take
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torino.train import objectives
-from torino.train.objectives import Objective, Weights
-from torino.train.recipe import Recipe
-from torino.train.sparse import Code, above
+from torino.training import objectives
+from torino.training.config import Recipe
+from torino.training.objectives import Objective, Weights
+from torino.training.sparse_codes import Code, above
 
 KINDS = ("matryoshka", "batchtopk", "topk", "relu")
 ROWS, WIDTH, LATENTS = 24, 10, 40

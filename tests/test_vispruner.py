@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torino import BadParameter, UnmetBudget, VisualTokens
-from torino.errors import MissingSignal
+from torino.core.errors import MissingSignal
 from torino.reducers import get, make
 from torino.reducers.hired import FasterVLM
 from torino.reducers.vispruner import VisPruner

@@ -13,9 +13,8 @@ with weights of 0.847. It stands for 2 patches, 22% of the image. Their most com
 is 1. Score 1.
 """
 
-from torino.calibration import Calibration, CoverCalibration, calibrate, calibrate_cover
-from torino.concepts import ConceptEncoder, Concepts, RawEmbedding
-from torino.errors import (
+from torino.core.concepts import ConceptEncoder, Concepts, RawEmbedding
+from torino.core.errors import (
     BadFile,
     BadParameter,
     BadTokens,
@@ -26,13 +25,14 @@ from torino.errors import (
     UnmetBudget,
     Unreachable,
 )
-from torino.grouping import Groups, group_by_overlap
-from torino.packed import Packed
+from torino.core.explanation import TokenStory
+from torino.core.grouping import Groups, group_by_overlap
+from torino.core.ragged import Packed
+from torino.core.reduction import Reduction, ReductionBatch
+from torino.core.tokens import Origin, VisualTokens, load_tokens, save_tokens
 from torino.reducers import Reducer, make, names, register
-from torino.reduction import Reduction, ReductionBatch
-from torino.sae import SAE, SAECard
-from torino.story import TokenStory
-from torino.tokens import Origin, VisualTokens, load_tokens, save_tokens
+from torino.reducers.calibration import Calibration, CoverCalibration, calibrate, calibrate_cover
+from torino.sae.model import SAE, SAECard
 from torino.version import __version__
 
 __all__ = [

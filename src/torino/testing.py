@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torino.errors import MissingSignal, UnmetBudget
+from torino.core.errors import MissingSignal, UnmetBudget
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
 from torino.reducers import Reducer, WorksInside, inside_of, make, names
-from torino.reduction import Reduction
-from torino.tokens import VisualTokens
 
 PLAIN = frozenset({"cls", "cls_attention", "keys"})
 GRIDS = ((8, 8), (5, 3), (1, 7), (4, 4), (1, 1))

@@ -11,7 +11,7 @@ from torino.reducers.gtp import GTP
 from torino.reducers.gtp_tower import GTPTower
 from torino.reducers.hiprune import HiPrune
 from torino.reducers.hired import FasterVLM, HiRED
-from torino.reducers.inside import Passage, TowerReducer, WorksInside, inside_of
+from torino.reducers.in_tower import Passage, TowerReducer, WorksInside, inside_of
 from torino.reducers.prumerge import PruMerge
 from torino.reducers.prumerge_plus import PruMergePlus
 from torino.reducers.prunesid import PruneSID

@@ -11,9 +11,9 @@ from functools import wraps
 from inspect import getdoc
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
-from torino.errors import BadParameter, BadTokens, unknown_name
-from torino.reduction import Reduction, ReductionBatch
-from torino.tokens import VisualTokens
+from torino.core.errors import BadParameter, BadTokens, unknown_name
+from torino.core.reduction import Reduction, ReductionBatch
+from torino.core.tokens import VisualTokens
 
 Placed = Literal["compact", "original"]
 
@@ -33,7 +33,7 @@ class Reducer(ABC):
     shares_views: ClassVar[bool] = False
     """Whether its budget is one for all views of an image, which :meth:`plan_views` shares out, not one for each."""
     inside: ClassVar[bool] = False
-    """Whether it works inside a tower and ``needs`` signals of its blocks, see :mod:`torino.reducers.inside`."""
+    """Whether it works inside a tower and ``needs`` signals of its blocks, see :mod:`torino.reducers.in_tower`."""
     always_shown: ClassVar[tuple[str, ...]] = ()
     """Hyperparameters that its spec names even at their defaults."""
     emits_cls: ClassVar[bool] = False

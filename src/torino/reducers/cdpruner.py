@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import normalize
 
-from torino.errors import BadParameter, MissingSignal
+from torino.core.errors import BadParameter, MissingSignal
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.reducers._checks import check_choice, check_count, check_flag, check_number, read_signal, unmet
 from torino.reducers.base import Reducer, register
 from torino.reducers.divprune import cosines
-from torino.reducers.sentences import check_choice, check_count, check_flag, check_number, read_signal, unmet
-from torino.reduction import Reduction
-from torino.tokens import VisualTokens
 
 Order = Literal["raster", "native"]
 Relevance = Literal["text", "none"]

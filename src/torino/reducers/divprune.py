@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torino.errors import BadTokens
+from torino.core.errors import BadTokens
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.reducers._checks import check_choice, check_count, read_signal, unmet
+from torino.reducers._matching import settled
 from torino.reducers.base import Reducer, register
-from torino.reducers.matching import settled
-from torino.reducers.sentences import check_choice, check_count, read_signal, unmet
-from torino.reduction import Reduction
-from torino.tokens import VisualTokens
 
 Order = Literal["raster", "native"]
 Space = Literal["tap", "projected"]

@@ -10,12 +10,12 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from torino.errors import UnmetBudget
+from torino.core.errors import UnmetBudget
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.reducers._checks import check_choice, check_count, check_flag, read_signal, unmet
+from torino.reducers._matching import Order, averaged, fold, removals
 from torino.reducers.base import Reducer, register
-from torino.reducers.matching import Order, averaged, fold, removals
-from torino.reducers.sentences import check_choice, check_count, check_flag, read_signal, unmet
-from torino.reduction import Reduction
-from torino.tokens import VisualTokens
 
 LogSizeScale = Literal["released", "always", "never"]
 Metric = Literal["patches", "keys", "head_keys", "projected"]
@@ -28,7 +28,7 @@ class Folder(Reducer):
 
     The authors' simplified form, which they recommend for comparisons. One step deals the tokens alternately into
     sources and targets, gives each source its most similar target by cosine, and merges the r sources of highest
-    similarity into theirs (see :mod:`torino.reducers.matching`). While there are tokens to remove, a step takes
+    similarity into theirs (see :mod:`torino.reducers._matching`). While there are tokens to remove, a step takes
     r = min((T − 1)//2, what is left) of T; 576 patches become 192 by 287 + 97, 128 by 287 + 144 + 17, and 64 by
     287 + 144 + 72 + 9. A merged token is the mean of its n patches, and may be multiplied by 1 + ln n. It has the
     place of the target; between steps, and at the end, the tokens stand in their places' order, so native order is
@@ -101,7 +101,7 @@ class Folder(Reducer):
 
 
 def folds(name: str, patches: int, budget: int, *, cls_first: bool, steps: int | None = None) -> list[int]:
-    """How many tokens each step removes, see :func:`torino.reducers.matching.removals`, or UnmetBudget."""
+    """How many tokens each step removes, see :func:`torino.reducers._matching.removals`, or UnmetBudget."""
     if budget > patches:
         raise unmet(name, budget, patches, f"its {patches} patches")
     taken = removals(patches, budget, cls_first=cls_first, steps=steps)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.reducers._checks import check_choice, check_count, check_number, read_signal
+from torino.reducers._matching import Order, averaged, fold
 from torino.reducers.base import Reducer, register
 from torino.reducers.folder import folds
-from torino.reducers.matching import Order, averaged, fold
-from torino.reducers.sentences import check_choice, check_count, check_number, read_signal
-from torino.reduction import Reduction
-from torino.tokens import VisualTokens
 
 
 @register("folder-full")

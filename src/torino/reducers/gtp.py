@@ -11,14 +11,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from torino.errors import BadParameter, BadTokens
+from torino.core.errors import BadParameter, BadTokens
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.core.topk.exact import input_rounding
+from torino.reducers._checks import check_choice, check_count, check_number, read_signal, unmet
+from torino.reducers._matching import Order, directions, settled
 from torino.reducers.base import Reducer, register
 from torino.reducers.divprune import products
-from torino.reducers.matching import Order, directions, settled
-from torino.reducers.sentences import check_choice, check_count, check_number, read_signal, unmet
-from torino.reduction import Reduction
-from torino.strongest import input_rounding
-from torino.tokens import VisualTokens
 
 Graph = Literal["mixed", "spatial", "semantic"]
 Select = Literal["attention", "cosine"]

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from torino.errors import UnmetBudget
+from torino.core.errors import UnmetBudget
+from torino.core.reduction import Reduction
+from torino.reducers._checks import check_choice, check_count, check_flag, check_number, unmet
+from torino.reducers._matching import Order
 from torino.reducers.base import register
 from torino.reducers.gtp import Graph, gtp_step, importance, token_graph
-from torino.reducers.inside import Passage, TowerReducer, check_finite, spread
-from torino.reducers.matching import Order
-from torino.reducers.sentences import check_choice, check_count, check_flag, check_number, unmet
-from torino.reduction import Reduction
+from torino.reducers.in_tower import Passage, TowerReducer, check_finite, spread
 
 
 @register("gtp-tower")
@@ -31,7 +31,7 @@ class GTPTower(TowerReducer):
     tokens, CLS included. The scales s of tokens start at 1, CLS stays at 1, and s_K + alpha·Â_KP·s_P go on; ln(s) is
     added to the attention logits of keys. The sequence goes on by falling importance, as released. A token that goes is
     stood for by whoever got most of it. Later blocks have changed the values of what stays: see
-    :mod:`torino.reducers.inside`. Works only where torino runs the tower.
+    :mod:`torino.reducers.in_tower`. Works only where torino runs the tower.
 
     Deviations: the release is given P, this the budget; N − budget is spread evenly over the blocks, smaller shares
     first. A patch whose neighbours went before it is lost. Attention sparsity, an option of the release that

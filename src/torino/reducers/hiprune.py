@@ -12,11 +12,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from torino.errors import BadParameter
+from torino.core.errors import BadParameter
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.reducers._checks import check_choice, check_count, check_number, read_signal, unmet
 from torino.reducers.base import Reducer, register
-from torino.reducers.sentences import check_choice, check_count, check_number, read_signal, unmet
-from torino.reduction import Reduction
-from torino.tokens import VisualTokens
 
 Order = Literal["raster", "native"]
 Fidelity = Literal["released", "paper"]

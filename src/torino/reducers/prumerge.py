@@ -11,13 +11,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from torino.errors import BadTokens, UnmetBudget
-from torino.packed import offsets_of
+from torino.core.errors import BadTokens, UnmetBudget
+from torino.core.ragged import offsets_of
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.core.topk.exact import stable_top
+from torino.reducers._checks import check_choice, check_count, check_flag, read_signal
 from torino.reducers.base import Reducer, register
-from torino.reducers.sentences import check_choice, check_count, check_flag, read_signal
-from torino.reduction import Reduction
-from torino.strongest import stable_top
-from torino.tokens import VisualTokens
 
 Order = Literal["raster", "native"]
 ATTENTION, KEYS = "cls_attention_joint@+1", "keys@+1"

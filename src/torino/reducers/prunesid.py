@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torino.errors import BadParameter, BadTokens
+from torino.core.errors import BadParameter, BadTokens
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.reducers._checks import check_choice, check_count, check_flag, check_number, read_signal, unmet
 from torino.reducers.base import Reducer, register
 from torino.reducers.divprune import products
 from torino.reducers.random import fingerprint
-from torino.reducers.sentences import check_choice, check_count, check_flag, check_number, read_signal, unmet
-from torino.reduction import Reduction
-from torino.tokens import VisualTokens
 
 Order = Literal["raster", "native"]
 Fidelity = Literal["released", "paper"]

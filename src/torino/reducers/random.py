@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torino.errors import BadParameter
+from torino.core.errors import BadParameter
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.reducers._checks import check_choice, check_count, unmet
 from torino.reducers.base import Reducer, register
-from torino.reducers.sentences import check_choice, check_count, unmet
-from torino.reduction import Reduction
-from torino.tokens import VisualTokens
 
 Order = Literal["raster", "native"]
 SAMPLE = 16  # patches that the fingerprint reads

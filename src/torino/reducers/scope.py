@@ -11,11 +11,11 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.reducers._checks import check_choice, check_count, check_number, unmet
 from torino.reducers.base import Reducer, register
 from torino.reducers.divprune import cosines
-from torino.reducers.sentences import check_choice, check_count, check_number, unmet
-from torino.reduction import Reduction
-from torino.tokens import VisualTokens
 
 Order = Literal["raster", "native"]
 UNIT = 1 << 24  # similarities are whole numbers of 1/UNIT, the step of float32 just below 1

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torino.concepts import ConceptEncoder, Concepts
-from torino.errors import UnmetBudget
+from torino.core.concepts import ConceptEncoder, Concepts
+from torino.core.errors import UnmetBudget
+from torino.core.reduction import Reduction, ReductionBatch
+from torino.core.timing import stage
+from torino.core.tokens import VisualTokens, pack_patches
+from torino.reducers._checks import check_choice, check_count, check_encoder
 from torino.reducers.base import Reducer, register
-from torino.reducers.sentences import check_choice, check_count, check_encoder
-from torino.reduction import Reduction, ReductionBatch
-from torino.stages import stage
-from torino.tokens import VisualTokens, pack_patches
 
 Order = Literal["raster", "native"]
 Coverage = Literal["max", "binary"]

@@ -11,13 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torino.errors import BadTokens
+from torino.core.errors import BadTokens
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.reducers._checks import check_choice, check_count, check_flag, read_signal
+from torino.reducers._matching import Order, averaged, fold
 from torino.reducers.base import Reducer, register
 from torino.reducers.folder import folds
-from torino.reducers.matching import Order, averaged, fold
-from torino.reducers.sentences import check_choice, check_count, check_flag, read_signal
-from torino.reduction import Reduction
-from torino.tokens import VisualTokens
 
 
 @register("tome")
@@ -27,7 +27,7 @@ class ToMe(Reducer):
 
     One step deals the tokens alternately into sources and targets, a CLS token in front, gives each source its most
     similar target by the cosine of keys averaged over heads, and merges the r sources of highest similarity into
-    theirs (see :mod:`torino.reducers.matching`). A merged token is the mean of its patches, without any rescale, and
+    theirs (see :mod:`torino.reducers._matching`). A merged token is the mean of its patches, without any rescale, and
     takes the place of the target. ToMe removes r tokens in each block; here the steps follow one another at the
     tap, and 384 of 576 go in 23 of them, as many as the blocks up to LLaVA's layer: 7 × 16, then 16 × 17.
 

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from torino.errors import UnmetBudget
+from torino.core.errors import UnmetBudget
+from torino.core.reduction import Reduction
+from torino.reducers._checks import check_choice, check_count, check_flag, unmet
+from torino.reducers._matching import Order
 from torino.reducers.base import register
-from torino.reducers.inside import Passage, Schedule, TowerReducer, check_finite, spread
-from torino.reducers.matching import Order
-from torino.reducers.sentences import check_choice, check_count, check_flag, unmet
+from torino.reducers.in_tower import Passage, Schedule, TowerReducer, check_finite, spread
 from torino.reducers.tome import merged_sizes, tome_step
-from torino.reduction import Reduction
 
 
 @register("tome-tower")
@@ -25,12 +25,12 @@ from torino.reduction import Reduction
 class ToMeTower(TowerReducer):
     """Merge the most similar tokens in each block of the tower, so that later blocks work on fewer (ToMe).
 
-    Between attention and MLP of every block up to and including the tap, one step of :mod:`torino.reducers.matching`
+    Between attention and MLP of every block up to and including the tap, one step of :mod:`torino.reducers._matching`
     on the keys of that block, averaged over heads, as in ``tome``: tokens are dealt alternately, CLS first and never
     merged, and the r sources of highest similarity go into their targets, by the mean weighted by size. The sequence
     goes on as released, sources left and then targets. From then on ln(size) is added to the attention logits of keys.
     A token stands for the patches that went into it, but later blocks have changed its values: see
-    :mod:`torino.reducers.inside`. Works only where torino runs the tower.
+    :mod:`torino.reducers.in_tower`. Works only where torino runs the tower.
 
     Deviations: the release is given r, this the budget; N − budget is spread over the blocks exactly. 384 of 576
     tokens go in LLaVA's 23 blocks as 7 × 16 and 16 × 17. Nobody states which schedule gave the ToMe rows of LLaVA

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torino.concepts import ConceptEncoder, Concepts, Rank
-from torino.errors import BadParameter, UnmetBudget
-from torino.grouping import Groups, Ints, Silent, group_by_overlap, shared_concepts
-from torino.packed import offsets_of
+from torino.core.concepts import ConceptEncoder, Concepts, Rank
+from torino.core.errors import BadParameter, UnmetBudget
+from torino.core.grouping import Groups, Ints, Silent, group_by_overlap, shared_concepts
+from torino.core.ragged import offsets_of
+from torino.core.reduction import Reduction, ReductionBatch
+from torino.core.timing import stage
+from torino.core.tokens import VisualTokens, pack_patches
+from torino.reducers._checks import check_choice, check_count, check_encoder
 from torino.reducers.base import Reducer, register
-from torino.reducers.sentences import check_choice, check_count, check_encoder
-from torino.reduction import Reduction, ReductionBatch
-from torino.stages import stage
-from torino.tokens import VisualTokens, pack_patches
 
 Order = Literal["raster", "native"]
 Scale = Literal["log", "mean", "sqrt", "sum"]

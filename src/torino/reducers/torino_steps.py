@@ -11,17 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torino.concepts import ConceptEncoder, Concepts
-from torino.errors import BadParameter, UnmetBudget
-from torino.grouping import Groups, Ints, group_by_overlap, shared_concepts
-from torino.packed import offsets_of
+from torino.core.concepts import ConceptEncoder, Concepts
+from torino.core.errors import BadParameter, UnmetBudget
+from torino.core.grouping import Groups, Ints, group_by_overlap, shared_concepts
+from torino.core.ragged import offsets_of
+from torino.core.reduction import Reduction
+from torino.core.timing import stage
+from torino.core.tokens import VisualTokens
+from torino.core.topk.exact import SILENT
+from torino.reducers._checks import check_choice, check_count, check_encoder
 from torino.reducers.base import Placed, Reducer, register
-from torino.reducers.sentences import check_choice, check_count, check_encoder
 from torino.reducers.torino_x import overlaps_of, share_of
-from torino.reduction import Reduction
-from torino.stages import stage
-from torino.strongest import SILENT
-from torino.tokens import VisualTokens
 
 Floats = NDArray[np.float64]
 Order = Literal["raster", "native"]

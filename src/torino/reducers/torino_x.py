@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torino.concepts import ConceptEncoder, Concepts, Rank
-from torino.errors import BadParameter, UnmetBudget
-from torino.grouping import Groups, Ints, shared_concepts
-from torino.packed import offsets_of
+from torino.core.concepts import ConceptEncoder, Concepts, Rank
+from torino.core.errors import BadParameter, UnmetBudget
+from torino.core.grouping import Groups, Ints, shared_concepts
+from torino.core.ragged import offsets_of
+from torino.core.reduction import Reduction, ReductionBatch
+from torino.core.timing import stage
+from torino.core.tokens import VisualTokens, pack_patches
+from torino.reducers._checks import check_choice, check_count, check_encoder, check_flag, check_number
 from torino.reducers.base import Placed, Reducer, register
-from torino.reducers.sentences import check_choice, check_count, check_encoder, check_flag, check_number
-from torino.reduction import Reduction, ReductionBatch
-from torino.stages import stage
-from torino.tokens import VisualTokens, pack_patches
 
 Order = Literal["raster", "native"]
 Pick = Literal["cover", "far", "place"]
@@ -79,7 +79,7 @@ class TorinoX(Reducer):
         or anew, as the paper and most methods do it. Hosts that have a place for every patch (Qwen) ignore it.
     mass : bool
         The language model attends to each token as to all the patches it stands for, where the host can do that
-        (:mod:`torino.vlm.mass`); else as to one.
+        (:mod:`torino.vlm.attention`); else as to one.
     rank : {"activation", "pre-threshold"}
         Rank concepts by the SAE's activations, or before its threshold silences any.
     """

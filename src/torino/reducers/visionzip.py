@@ -10,13 +10,13 @@ from typing import ClassVar, Literal
 
 import torch
 
-from torino.errors import BadParameter
+from torino.core.errors import BadParameter
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.core.topk.exact import stable_top
+from torino.reducers._checks import check_choice, check_count, read_signal, unmet
+from torino.reducers._matching import Order, cosines
 from torino.reducers.base import Reducer, register
-from torino.reducers.matching import Order, cosines
-from torino.reducers.sentences import check_choice, check_count, read_signal, unmet
-from torino.reduction import Reduction
-from torino.strongest import stable_top
-from torino.tokens import VisualTokens
 
 Fidelity = Literal["released", "paper"]
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torino.errors import BadParameter
+from torino.core.errors import BadParameter
+from torino.core.reduction import Reduction
+from torino.core.tokens import VisualTokens
+from torino.reducers._checks import check_choice, check_count, check_number, unmet
 from torino.reducers.base import Reducer, register
 from torino.reducers.divprune import cosines
-from torino.reducers.sentences import check_choice, check_count, check_number, unmet
-from torino.reduction import Reduction
-from torino.tokens import VisualTokens
 
 Order = Literal["raster", "native"]
 AT_ONCE = 8  # duplicates dropped a round

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from importlib import import_module
 
-from torino.vlm.asked import Asking, ClipText, open_clip_text
-from torino.vlm.door import ReducedInputs, ReducingProcessor, apply, reduced, remove
-from torino.vlm.host import Host, families, host_of, serve
+from torino.vlm.adapters.base import Host, families, host_of, serve
+from torino.vlm.context import ReducedInputs, ReducingProcessor, apply, reduced, remove
+from torino.vlm.text_query import Asking, ClipText, open_clip_text
 from torino.vlm.trace import Look, Trace
 
 __all__ = [
@@ -42,7 +42,7 @@ _HOSTS = {
 
 def _load(place: str) -> type[Host]:
     module, name = place.split(".")
-    return getattr(import_module(f"torino.vlm.{module}"), name)
+    return getattr(import_module(f"torino.vlm.adapters.{module}"), name)
 
 
 for _families, _place in _HOSTS.items():

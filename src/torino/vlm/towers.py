@@ -1,6 +1,6 @@
 """Towers: visual tokens from images alone, with no language model, for SAE training and for looking around.
 
-The last part, opening things of transformers by name, also serves :mod:`torino.ask`.
+The last part, opening things of transformers by name, also serves :mod:`torino.vlm.session`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from torino.errors import BadFile, BadParameter, MissingSignal, TorinoError, Unreachable
-from torino.images import Padding, Picture, mean_colour, open_image, prepare
+from torino.core.errors import BadFile, BadParameter, MissingSignal, TorinoError, Unreachable
+from torino.core.reduction import Reduction
+from torino.core.tokens import Origin, VisualTokens
+from torino.datasets.images import Padding, Picture, mean_colour, open_image, prepare
 from torino.reducers import Reducer, WorksInside, inside_of
-from torino.reduction import Reduction
-from torino.tokens import Origin, VisualTokens
-from torino.vlm.inside import pass_through
-from torino.vlm.tap import Anatomy, Tapped, anatomy, tap
+from torino.vlm.hooks import Anatomy, Tapped, anatomy, tap
+from torino.vlm.in_tower import pass_through
 
 # The towers that can be tapped: model_type of their config, then module and class in transformers.
 TOWERS = {
@@ -172,7 +172,7 @@ class Tower:
             Signals beyond the patches, as a reducer names them: ``cls``, ``cls_attention``, ``keys``, ``queries``, with
             ``@+1`` or ``@8`` for another block than the tap.
         padding : {"crop", "square"}
-            See :func:`torino.images.prepare`.
+            See :func:`torino.datasets.images.prepare`.
         batch : int
             Images that go through the tower at once.
 
@@ -205,7 +205,7 @@ class Tower:
         -------
         list of (Tensor of shape (M, D), Reduction)
             The tokens that are left of each image, and what they are made of. Tokens that were reduced inside the
-            tower are not what the reduction would make of its finished tokens: see :mod:`torino.reducers.inside`.
+            tower are not what the reduction would make of its finished tokens: see :mod:`torino.reducers.in_tower`.
         """
         inside = inside_of(reducer)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
-from torino.reduction import Reduction
+from torino.core.reduction import Reduction
 
 # In the order they run; the stages in brackets are part of the one before them.
 STAGES = {"tower": ("signals", "steps"), "question": (), "plan": ("sae", "grouping"), "projector": ()}

@@ -1,0 +1,80 @@
+"""Train the miniature LLaVA on two cores; killed runs continue from their last checkpoint.
+
+Example::
+
+    python -m torino_lab.training --data DATA --work build/train
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from torino_lab.training.features import Features, clip_encoder, fill_all
+from torino_lab.training.questions import Photo, add_presence, read_photos
+from torino_lab.training.trainer import Reader, Stage, Trainer, best_dtype
+from torino_lab.weights import clip_folder, smollm2_folder
+
+CAPTIONED = ["flickr8k-train-0", "flickr8k-train-1", "flickr8k-train-2", "cococap-train"]
+TRAIN = [*CAPTIONED, "cocovqa-train", "daquar-train", "scenetext-train"]
+WATCH = {"cocovqa-dev": 192, "flickr8k-dev": 96, "daquar-dev": 32, "scenetext-dev": 64}
+SHARE = {"flickr8k": 0.6, "scenetext": 0.7}
+TOWER = "clip-vit-base-patch16:224:-2"
+SIZE, LAYER = 224, -2
+
+
+def main() -> None:
+    """Run all stages that are not done yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with the parquet files")
+    parser.add_argument("--work", type=Path, required=True, help="folder for features, checkpoints and the log")
+    parser.add_argument("--cache", type=Path, help="folder for converted weights (default: WORK/weights)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rank", type=int, default=32, help="rank of the updates of the language model")
+    parser.add_argument("--caption-steps", type=int, default=500)
+    parser.add_argument("--tune-steps", type=int, default=4000)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only-features", action="store_true", help="compute the tower's features and stop")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    cache = args.cache or args.work / "weights"
+    names = [*TRAIN, *WATCH]
+    features = {
+        name: Features(args.work / "features", args.data / f"{name}.parquet", (197, 768), TOWER) for name in names
+    }
+
+    def fill(wanted: list[str]) -> None:
+        caches = [features[name] for name in wanted]
+        if any(cache_.missing() for cache_ in caches):
+            fill_all(caches, clip_encoder(clip_folder(cache), LAYER, SIZE), lambda text: print(text, flush=True))
+
+    fill(names if args.only_features else [*CAPTIONED, *WATCH])
+    if args.only_features:
+        return
+    photos = add_presence(read_photos([args.data / f"{name}.parquet" for name in TRAIN]), args.seed)
+    held_out: list[Photo] = []
+    for name, count in WATCH.items():
+        held_out += add_presence(read_photos([args.data / f"{name}.parquet"]), 0)[:count]
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = smollm2_folder(cache)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    language = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(args.seed)
+    reader = Reader(language, best_dtype(), args.rank)
+    trainer = Trainer(args.work, reader, tokenizer, photos, features, SHARE, held_out, args.seed)
+    trainer.align()
+    stages = [
+        Stage("captions", args.caption_steps, questions=2, projector_rate=1e-3),
+        Stage("tune", args.tune_steps, projector_rate=2e-4, lora_rate=3e-4, decay=800),
+    ]
+    trainer.run(stages[0])
+    fill(names)
+    trainer.run(stages[1])
+
+
+if __name__ == "__main__":
+    main()

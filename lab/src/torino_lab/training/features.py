@@ -1,0 +1,114 @@
+"""Cache of the tower's features: each training image goes through the frozen tower once.
+
+The cache is one float16 array per source, (rows, tokens, width), and one byte per row that says whether the row is
+there. A row is marked after its features are on disk, so an interrupted run continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+BATCH = 8
+
+
+class Features:
+    """Features of the images of one parquet file.
+
+    Parameters
+    ----------
+    folder : Path
+        Where caches are kept.
+    file : Path
+        The parquet file, with a column ``image`` of encoded images.
+    shape : tuple of int
+        Tokens (with CLS) and width of one image.
+    tower : str
+        Identifies the tower and its layer; a cache made with another one is refused.
+    """
+
+    def __init__(self, folder: Path, file: Path, shape: tuple[int, int], tower: str) -> None:
+        import pyarrow.parquet as pq
+
+        self.file = file
+        self.rows = pq.read_metadata(file).num_rows
+        folder.mkdir(parents=True, exist_ok=True)
+        card = {"tower": tower, "shape": [self.rows, *shape], "source": file.name, "bytes": file.stat().st_size}
+        path = folder / f"{file.stem}.json"
+        if path.exists() and json.loads(path.read_text()) != card:
+            raise ValueError(f"{path} describes other features than {card}. Delete the cache or use another folder.")
+        path.write_text(json.dumps(card))
+        mode = "r+" if (folder / f"{file.stem}.f16").exists() else "w+"
+        full = (self.rows, *shape)
+        self.values = np.memmap(folder / f"{file.stem}.f16", dtype=np.float16, mode=mode, shape=full)
+        mode = "r+" if (folder / f"{file.stem}.done").exists() else "w+"
+        self.done = np.memmap(folder / f"{file.stem}.done", dtype=np.uint8, mode=mode, shape=(self.rows,))
+
+    def missing(self) -> list[int]:
+        """Rows whose features are not there yet."""
+        return np.flatnonzero(self.done == 0).tolist()
+
+    def fill(self, encode: Callable[[Sequence[Image.Image]], Tensor]) -> Iterator[int]:
+        """Compute what is missing; yields the number of rows that are done."""
+        import pyarrow.parquet as pq
+
+        missing = self.missing()
+        if not missing:
+            return
+        images = pq.read_table(self.file, columns=["image"]).column("image")
+        for start in range(0, len(missing), BATCH):
+            rows = missing[start : start + BATCH]
+            opened = [Image.open(io.BytesIO(images[row].as_py())).convert("RGB") for row in rows]
+            self.values[rows] = encode(opened).to(torch.float16).numpy()
+            self.values.flush()
+            self.done[rows] = 1
+            yield self.rows - len(missing) + start + len(rows)
+        self.done.flush()
+
+    def __getitem__(self, rows: Sequence[int]) -> Tensor:
+        return torch.from_numpy(self.values[rows])
+
+
+def clip_encoder(folder: Path, layer: int, size: int) -> Callable[[Sequence[Image.Image]], Tensor]:
+    """Return a function from images to hidden states of CLIP at ``layer``, CLS first.
+
+    Images are squashed to ``size`` × ``size`` pixels; position embeddings are interpolated where that is not CLIP's
+    own size.
+    """
+    from transformers import CLIPVisionModel
+
+    from torino_lab.weights import CLIP_MEAN, CLIP_STD
+
+    model = CLIPVisionModel.from_pretrained(folder).eval()
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
+
+    def encode(images: Sequence[Image.Image]) -> Tensor:
+        arrays = [np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)) for image in images]
+        pixels = torch.stack([torch.from_numpy(array.copy()).permute(2, 0, 1) for array in arrays]) / 255
+        with torch.inference_mode():
+            out = model(
+                (pixels - mean) / std, output_hidden_states=True, interpolate_pos_encoding=size != 224
+            ).hidden_states
+        return out[layer]
+
+    return encode
+
+
+def fill_all(caches: Sequence[Features], encode: Callable[[Sequence[Image.Image]], Tensor], log: Callable) -> None:
+    """Fill several caches, reporting progress every half minute."""
+    for cache in caches:
+        begun, first, said = time.monotonic(), len(cache.missing()), 0.0
+        for done in cache.fill(encode):
+            now = time.monotonic()
+            if now - said > 30 or done == cache.rows:
+                rate = (now - begun) / max(1, first - (cache.rows - done))
+                log(f"features {cache.file.stem}: {done}/{cache.rows}, {rate:.2f} s an image")
+                said = now
