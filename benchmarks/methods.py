@@ -26,8 +26,8 @@ from torch.nn.functional import normalize
 
 from torino import SAE, Reducer, VisualTokens, make
 from torino.core.errors import TorinoError
-from torino.core.ragged import Packed
-from torino.reducers import get, names
+from torino.core.ragged import Ragged
+from torino.reducers import get, list_reducers
 
 UNIT, FLOOR = "one product of similarities", "bare gather, the floor"
 VARIANTS: dict[str, list[dict[str, Any]]] = {"prunesid": [{}, {"decomposition": "randomised"}]}
@@ -81,7 +81,7 @@ def made_signal(name: str, image: VisualTokens, random: torch.Generator) -> Tens
 
 def built(setting: Setting, budget: int) -> Iterator[tuple[str, Reducer]]:
     """Every registered method at this budget, once for each SAE where it reads one; says what it leaves out."""
-    for name in names():
+    for name in list_reducers():
         saes = setting.saes if "sae" in {field.name for field in fields(cast(Any, get(name)))} else [None]
         for variant, sae in product(VARIANTS.get(name, [{}]), saes):
             label = ", ".join([name, *variant.values(), *([f"{sae.latents:,} latents"] if sae else [])])
@@ -102,7 +102,7 @@ def run(reducer: Reducer, images: list[VisualTokens]) -> Task:
     """From tokens to reduced tokens, for one image or a batch."""
     if len(images) == 1:
         return lambda: reducer.plan(images[0]).apply(images[0].patches, images[0].signals.get("cls"))
-    packed = Packed.of([image.patches for image in images])
+    packed = Ragged.of([image.patches for image in images])
     cls = [image.signals["cls"] for image in images] if "cls" in reducer.needs else None
     return lambda: reducer.plan_batch(images).apply(packed, cls)
 
@@ -111,7 +111,7 @@ def measure(setting: Setting, budget: int, rounds: int) -> list[list[str]]:
     """Time all methods at one budget; rows for the table, cheapest first below the unit and the floor."""
     reducers = dict(built(setting, budget))
     images, batch = setting.images, len(setting.images)
-    x, packed = images[0].patches, Packed.of([image.patches for image in images]).values
+    x, packed = images[0].patches, Ragged.of([image.patches for image in images]).values
     some = torch.arange(budget) * len(x) // budget
     all_some = torch.cat([some + i * len(x) for i in range(batch)])
     tasks: dict[str, Task] = {f"1 {UNIT}": lambda: x @ x.T, f"1 {FLOOR}": lambda: x.index_select(0, some)}
@@ -206,7 +206,7 @@ BY_STEPS: dict[str, Callable[[VisualTokens, int], Tensor]] = {
 def measure_steps(setting: Setting, budgets: list[int], rounds: int) -> list[list[str]]:
     """Our code against the same rule step by step, and how many tokens both gave alike."""
     rows: list[list[str]] = []
-    known = {spec: steps for spec, steps in BY_STEPS.items() if spec.split("(")[0] in names()}
+    known = {spec: steps for spec, steps in BY_STEPS.items() if spec.split("(")[0] in list_reducers()}
     for (spec, steps), budget in product(known.items(), budgets):
         reducer = make(spec, budget=budget)
         if all(setting.give(need) for need in reducer.needs):

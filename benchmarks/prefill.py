@@ -21,7 +21,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 from transformers.utils import logging
 
 from torino import SAE, Reducer, make
-from torino.vlm import host_of, reduced
+from torino.vlm import adapter_for, reduced
 
 TEXT = 60  # tokens of text around the image: LLaVA-1.5's system prompt and a question
 IMAGE_TOKEN = 31999
@@ -74,7 +74,7 @@ def main() -> None:
     inputs: dict[str, Any] = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
     inputs["pixel_values"] = torch.randn(1, 3, 336, 336)
 
-    host = host_of(model)
+    host = adapter_for(model)
     settings = {217: 3, 129: 2, 47: 1}
     reducers: dict[int, Reducer] = {
         count: make("torino-m", sae=sae, k=k, delta=k, budget=count) for count, k in settings.items()

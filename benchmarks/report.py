@@ -17,7 +17,7 @@ import scipy
 import torch
 
 import torino
-from torino.core.io import write_whole
+from torino.core.io import write_atomic
 
 
 def time_side_by_side(tasks: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -114,7 +114,7 @@ def write_section(page: Path, name: str, text: str) -> None:
     def write(target: Path) -> None:
         target.write_text(new, encoding="utf-8")
 
-    write_whole(page, write)
+    write_atomic(page, write)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -33,7 +33,7 @@ from report import _status, machine, parser, ratio, table, write_section
 from torch import Tensor
 
 from torino.training.activations.base import InMemory
-from torino.training.config import Recipe
+from torino.training.config import TrainConfig
 from torino.training.trainer import Trainer
 
 FRACTIONS = (0.0625, 0.125, 0.25, 0.5625)
@@ -50,7 +50,7 @@ Candidate = tuple[Callable[[int, Tensor], object], Callable[[Tensor], Tensor]]
 
 
 def ours(width: int, latents: int, steps: int, first: Tensor) -> Candidate:
-    made = Recipe(latents=latents, k=K, steps=steps, batch=len(first), dead_after=DEAD, scale=False)
+    made = TrainConfig(latents=latents, k=K, steps=steps, batch=len(first), dead_after=DEAD, scale=False)
     trainer = Trainer(InMemory(first), made)
     w = trainer.weights
 
@@ -75,7 +75,7 @@ def trainers_of_dictionary_learning() -> types.ModuleType:
 
 
 def dictionary_learning(width: int, latents: int, steps: int, first: Tensor) -> Candidate:
-    settled = Recipe(latents=latents, k=K, steps=steps).settled(width)
+    settled = TrainConfig(latents=latents, k=K, steps=steps).settled(width)
     trainer = trainers_of_dictionary_learning().MatryoshkaBatchTopKTrainer(
         steps=steps,
         activation_dim=width,
@@ -99,7 +99,7 @@ def sae_lens(width: int, latents: int, steps: int, first: Tensor) -> Candidate:
     from sae_lens.saes import matryoshka_batchtopk_sae as module
     from sae_lens.training.sae_trainer import SAETrainer
 
-    settled = Recipe(latents=latents, k=K, steps=steps).settled(width)
+    settled = TrainConfig(latents=latents, k=K, steps=steps).settled(width)
     widths = np.cumsum(settled.groups()).tolist()
     made = module.MatryoshkaBatchTopKTrainingSAEConfig(
         d_in=width, d_sae=latents, k=K, matryoshka_widths=widths, device="cpu"

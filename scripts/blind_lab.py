@@ -37,14 +37,14 @@ import torch
 import transformers
 from PIL import Image
 
-from torino.core.io import write_json, write_whole
+from torino.core.io import write_atomic, write_json
 from torino.evaluation.benchmarks import LAB_BENCHMARKS
 from torino.evaluation.results import open_run
-from torino.evaluation.runner import Plan, evaluate
+from torino.evaluation.runner import RunPlan, evaluate
 from torino.evaluation.samples import REFERENCE
 from torino.evaluation.tasks import Task, open_task
 from torino.version import __version__
-from torino.vlm.session import open_vlm
+from torino.vlm.session import load_vlm
 
 ROOT = Path(__file__).resolve().parents[1]
 LEARNED, DRAWS = 5.0, 10_000
@@ -63,7 +63,7 @@ def rewrite(source: Path, target: Path, swap: Callable[[list[str]], list[str]]) 
     writer = csv.DictWriter(text, list(rows[0]), delimiter="\t", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_whole(target, lambda path: path.write_text(text.getvalue(), encoding="utf-8") and None)
+    write_atomic(target, lambda path: path.write_text(text.getvalue(), encoding="utf-8") and None)
 
 
 def grey(pictures: list[str]) -> list[str]:
@@ -155,7 +155,7 @@ def main() -> None:
         for name in names:
             if not (folders[how] / f"{name}.tsv").is_file():
                 rewrite(args.data / f"{name}.tsv", folders[how] / f"{name}.tsv", swap)
-    model, processor = open_vlm(args.model)
+    model, processor = load_vlm(args.model)
     scores: dict[str, dict[str, float]] = {name: {} for name in names}
     share: dict[tuple[str, str], dict[str, float]] = {}
     tasks: list[Task] = []
@@ -169,7 +169,7 @@ def main() -> None:
                 model=model,
                 processor=processor,
                 tasks=tasks,
-                plan=Plan([], dynamic=(), fixed=()),
+                plan=RunPlan([], dynamic=(), fixed=()),
                 saes={},
                 limit=args.limit,
                 shard=(part - 1, parts),

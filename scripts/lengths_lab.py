@@ -23,7 +23,7 @@ from torino_lab.shipped import lab_sae
 from torino_lab.tower import lab_tower
 
 from torino import make
-from torino.core.concepts import Remembering
+from torino.core.concepts import CachedEncoder
 from torino.datasets.images import open_image
 
 GRIDS = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3))
@@ -39,7 +39,7 @@ def main() -> None:
     photos = [data for _, data, _ in read_photos([args.photos])]
     sae = lab_sae()
     tower = lab_tower(sae.card.block if sae.card.block is not None else 7)
-    encoder = Remembering(sae)
+    encoder = CachedEncoder(sae)
     reducers = [make(f"torino-p(k={k}, delta={k})", sae=encoder) for k in PAIRS]
     rng = Random(args.seed)
 

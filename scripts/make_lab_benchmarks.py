@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from torino_lab.benchmarks import BENCHMARKS, SEED, Recipe
+from torino_lab.benchmarks import BENCHMARKS, SEED, TrainConfig
 from torino_lab.corpus import check_apart, read_photos
 from torino_lab.sheets import blind, fingerprint, write_tsv
 
@@ -35,7 +35,7 @@ def main() -> None:
     args = parser.parse_args()
     photos = read_photos(args.photos)
     check_apart(read_photos(args.trained), photos)
-    recipe = Recipe(photos, seed=args.seed, scale=args.scale)
+    recipe = TrainConfig(photos, seed=args.seed, scale=args.scale)
     args.output.mkdir(parents=True, exist_ok=True)
     told: dict[str, object] = {}
     for name in args.only:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from inspect import getdoc
 from pathlib import Path
 
-from torino.core.io import write_whole
-from torino.reducers import describe, get, names
+from torino.core.io import write_atomic
+from torino.reducers import describe, get, list_reducers
 
 HEAD = """# The method zoo
 
@@ -23,7 +23,7 @@ to the language model. Those that need something in every block work inside the 
 
 def page() -> str:
     """The whole page."""
-    rows = [describe(name) for name in names()]
+    rows = [describe(name) for name in list_reducers()]
     table = [
         "| Name | Paper | Needs | Length | Output | Cost | Licence of the original |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -44,8 +44,8 @@ def main() -> None:
     def write(path: Path) -> None:
         path.write_text(page(), encoding="utf-8")
 
-    write_whole(target, write)
-    print(f"Wrote {len(names())} reducers to {target.name}.")
+    write_atomic(target, write)
+    print(f"Wrote {len(list_reducers())} reducers to {target.name}.")
 
 
 if __name__ == "__main__":

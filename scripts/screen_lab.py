@@ -23,7 +23,7 @@ from torino_lab.shipped import lab_sae
 from torino_lab.tower import lab_tower
 
 from torino import SAE, make
-from torino.core.concepts import Remembering
+from torino.core.concepts import CachedEncoder
 from torino.datasets.images import open_image
 from torino.evaluation.samples import REFERENCE
 
@@ -62,7 +62,7 @@ def main() -> None:
     tower = lab_tower(sae.card.block if sae.card.block is not None else 7)
     plain, fast = copy.deepcopy(sae), copy.deepcopy(sae)
     plain.screen, fast.screen = "off", "int8"
-    encoders = Remembering(plain), Remembering(fast)
+    encoders = CachedEncoder(plain), CachedEncoder(fast)
     reducers = [[make(spec, sae=encoder) for encoder in encoders] for spec in SPECS]
     count = different = 0
     for data in pictures(args.data):

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from report import machine, table, write_section  # noqa: E402
 from torino_lab.tower import BLOCK, lab_tower  # noqa: E402
 
-from torino.core.io import read_json, write_json, write_whole  # noqa: E402
+from torino.core.io import read_json, write_atomic, write_json  # noqa: E402
 from torino.core.tokens import VisualTokens  # noqa: E402
 from torino.datasets import open_photos  # noqa: E402
 from torino.datasets.bundled import example_folder  # noqa: E402
@@ -42,7 +42,7 @@ from torino.interpret.top_activations import gather  # noqa: E402
 from torino.sae.model import SAE  # noqa: E402
 from torino.training.activations.cache import harvest  # noqa: E402
 from torino.training.activations.store import Store  # noqa: E402
-from torino.training.config import Recipe  # noqa: E402
+from torino.training.config import TrainConfig  # noqa: E402
 from torino.training.sweep import sweep  # noqa: E402
 from torino.viz.draw import save_picture  # noqa: E402
 from torino.vlm.towers import Tower  # noqa: E402
@@ -67,7 +67,7 @@ class Kept(Tower):
             for place, seen in zip(new, super()._see({"pixel_values": pixels[new]}, needs), strict=True):
                 assert seen.cls is not None
                 rows = torch.cat([seen.cls[None], seen.patches]).half().numpy()
-                write_whole(self.folder / names[place], lambda target, rows=rows: _save(target, rows))
+                write_atomic(self.folder / names[place], lambda target, rows=rows: _save(target, rows))
         found = []
         for name in names:
             rows = torch.from_numpy(np.load(self.folder / name)).float()
@@ -89,10 +89,12 @@ def heldout_photos(store: Store) -> Iterator[Tensor]:
         yield store.photo_rows(photo)
 
 
-def recipe_for(kind: str, args: argparse.Namespace) -> Recipe:
+def recipe_for(kind: str, args: argparse.Namespace) -> TrainConfig:
     """The same recipe for all; stores of few rows get fewer steps, and still see each row many times."""
     few = kind != "all"
-    return Recipe(kind="matryoshka", k=20, steps=args.steps // 2 if few else args.steps, batch=2048, seed=args.seed)
+    return TrainConfig(
+        kind="matryoshka", k=20, steps=args.steps // 2 if few else args.steps, batch=2048, seed=args.seed
+    )
 
 
 def make(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ from torch.nn.functional import cross_entropy
 from torino_lab.corpus import Corpus, check_apart, read_photos
 from torino_lab.tower import BLOCK, lab_tower
 
-from torino.core.io import read_json, write_json, write_whole
+from torino.core.io import read_json, write_atomic, write_json
 from torino.core.reduction import Reduction
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,8 +103,8 @@ def look(corpus: Corpus, work: Path, block: int) -> None:
                     {"name": turns[0].name, "sets": [[asdict(one) for one in turn.questions] for turn in turns]}
                     for turns in examples
                 ]
-        write_whole(work / "cls" / file.name, lambda target, cls=cls: _save_array(target, cls))
-        write_whole(file, lambda target, tokens=tokens: _save_array(target, tokens))
+        write_atomic(work / "cls" / file.name, lambda target, cls=cls: _save_array(target, cls))
+        write_atomic(file, lambda target, tokens=tokens: _save_array(target, tokens))
         write_json(file.with_suffix(".json"), {"pictures": asked})
         did += len(numbers)
         left = (len(corpus) - numbers.stop) * (time.monotonic() - begun) / did
@@ -161,7 +161,7 @@ def make_tokenizer(args: argparse.Namespace) -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", SPECIAL.index("<s>"))]
     )
-    write_whole(file, lambda target: tokenizer.save(str(target)))
+    write_atomic(file, lambda target: tokenizer.save(str(target)))
     say(f"tokenizer: {tokenizer.get_vocab_size()} tokens")
     return tokenizer
 
@@ -200,7 +200,7 @@ def align(args: argparse.Namespace) -> None:
         seed=args.seed,
         say=say,
     )
-    write_whole(file, lambda target: save_file(found, target))
+    write_atomic(file, lambda target: save_file(found, target))
 
 
 # ---------------------------------------------------------------------- 4. training
@@ -365,7 +365,7 @@ def train(args: argparse.Namespace) -> None:
         if step == args.steps or time.monotonic() - saved > 300:
             told = [optimiser.state_dict() for optimiser in optimisers]
             state = {"model": model.state_dict(), "optimisers": told, "step": step}
-            write_whole(checkpoint, lambda target, state=state: torch.save(state, target))
+            write_atomic(checkpoint, lambda target, state=state: torch.save(state, target))
             saved = time.monotonic()
     say("")
 
@@ -487,8 +487,8 @@ def save(args: argparse.Namespace) -> None:
         elif rest.startswith("model."):
             state["language_model." + rest.removeprefix("model.")] = value.half()
     args.output.mkdir(parents=True, exist_ok=True)
-    write_whole(args.output / "reader.safetensors", lambda target: save_file(state, target))
-    write_whole(args.output / "tokenizer.json", lambda target: tokenizer.save(str(target)))
+    write_atomic(args.output / "reader.safetensors", lambda target: save_file(state, target))
+    write_atomic(args.output / "tokenizer.json", lambda target: tokenizer.save(str(target)))
     language = llama_config(tokenizer.get_vocab_size(), args).to_diff_dict()
     write_json(
         args.output / "reader.json",

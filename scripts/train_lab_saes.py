@@ -28,14 +28,14 @@ from torino_lab.corpus import Corpus, check_apart, read_photos
 from torino_lab.tower import BLOCK, lab_tower
 from train_concepts import Kept
 
-from torino.core.io import write_json, write_whole
+from torino.core.io import write_atomic, write_json
 from torino.datasets import open_photos
 from torino.interpret.naming import name_concepts, save_names
 from torino.interpret.photos import Looking
 from torino.interpret.top_activations import gather
 from torino.sae.model import SAE
 from torino.training.activations.base import InMemory
-from torino.training.config import Recipe
+from torino.training.config import TrainConfig
 from torino.training.sweep import sweep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,7 +91,7 @@ def held_out(args: argparse.Namespace) -> Path:
             seen.append(tower.look([corpus[number].image])[0].patches.half().numpy())
             say(f"\rheld out {number + 1}/{len(corpus)} ", end="")
         say("")
-        write_whole(file, lambda target: _save(target, np.stack(seen)))
+        write_atomic(file, lambda target: _save(target, np.stack(seen)))
     return file
 
 
@@ -152,7 +152,9 @@ def main() -> None:
         rows = rows_of(args, kind, encoder)
         say(f"{KINDS[kind]}: {rows.rows:,} rows")
         for expansion in args.expansions:
-            recipe = Recipe(kind="matryoshka", k=20, steps=steps_of(args, kind, expansion), batch=2048, seed=args.seed)
+            recipe = TrainConfig(
+                kind="matryoshka", k=20, steps=steps_of(args, kind, expansion), batch=2048, seed=args.seed
+            )
             folder = args.work / "saes" / kind
             (row,) = sweep(rows, recipe, [expansion], folder, heldout=lambda: photos_of(held), heldout_name=str(held))
             told.append({"kind": KINDS[kind], "steps": recipe.steps, "rows": rows.rows, **row})

@@ -194,9 +194,11 @@ def main() -> None:
             if spec.endswith(FITTED):
                 reducer = bench.fitted(cast(TorinoX, reducer))
             label = "full" if reducer is None else reducer.spec + MASS * mass
-            placed = place(args.positions, reducer)
+            position_mode = place(args.positions, reducer)
             code = "" if reducer is None else f", code {_hash(Path(inspect.getfile(type(reducer))))}"
-            key = f"{label} @ {bench.step}, {args.pictures} pictures, {named}, {placed}, {bench.fingerprint}{code}"
+            key = (
+                f"{label} @ {bench.step}, {args.pictures} pictures, {named}, {position_mode}, {bench.fingerprint}{code}"
+            )
             if key not in held:
                 try:
                     plans = None if reducer is None else reducer.plan_batch(bench.images)
@@ -205,7 +207,7 @@ def main() -> None:
                     if first is None:
                         sys.exit("The others are compared with it: give another one first, or with --against.")
                     continue
-                held[key] = bench.run(plans, placed == "original", mass)
+                held[key] = bench.run(plans, position_mode == "original", mass)
                 if args.output:
                     write_json(args.output, held)
             if reducer is not None and first is None:

@@ -25,12 +25,12 @@ from torino.core.errors import (
     UnmetBudget,
     Unreachable,
 )
-from torino.core.explanation import TokenStory
+from torino.core.explanation import Explanation
 from torino.core.grouping import Groups, group_by_overlap
-from torino.core.ragged import Packed
+from torino.core.ragged import Ragged
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import Origin, VisualTokens, load_tokens, save_tokens
-from torino.reducers import Reducer, make, names, register
+from torino.reducers import Reducer, list_reducers, make, register
 from torino.reducers.calibration import Calibration, CoverCalibration, calibrate, calibrate_cover
 from torino.sae.model import SAE, SAECard
 from torino.version import __version__
@@ -44,17 +44,17 @@ __all__ = [
     "ConceptEncoder",
     "Concepts",
     "CoverCalibration",
+    "Explanation",
     "Groups",
     "MissingSignal",
     "Origin",
-    "Packed",
+    "Ragged",
     "RawEmbedding",
     "Reducer",
     "Reduction",
     "ReductionBatch",
     "SAECard",
     "SAEMismatch",
-    "TokenStory",
     "TorinoError",
     "UnknownName",
     "UnmetBudget",
@@ -64,9 +64,9 @@ __all__ = [
     "calibrate",
     "calibrate_cover",
     "group_by_overlap",
+    "list_reducers",
     "load_tokens",
     "make",
-    "names",
     "register",
     "save_tokens",
 ]

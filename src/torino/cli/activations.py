@@ -129,7 +129,7 @@ def _asked(output: Path, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tower(name: str, block: int | None, device: str) -> Tower:
-    from torino.vlm.towers import device_of, open_tower, transformers
+    from torino.vlm.towers import device_of, load_tower, transformers
 
     transformers().logging.set_verbosity_error()
     transformers().logging.disable_progress_bar()
@@ -140,7 +140,7 @@ def _tower(name: str, block: int | None, device: str) -> Tower:
 
             options = {} if block is None else {"block": block}
             return lab_tower(**options, device=device_of(device))
-        return open_tower(name, block=block, device=device)
+        return load_tower(name, block=block, device=device)
 
 
 class _Speed(TextColumn):
@@ -195,11 +195,11 @@ class _Shown:
 
 def _check(folder: Path, as_json: bool) -> None:
     """Read all of a store."""
-    from torino.training.activations.shards import CARD, Settings, open_shards, read_card
+    from torino.training.activations.shards import CARD, CacheSettings, open_shards, read_card
     from torino.training.activations.store import Store
 
     card = read_card(folder)
-    settings = Settings.of(card, folder / CARD)
+    settings = CacheSettings.of(card, folder / CARD)
     with errors.status(f"Reading {settings.shards} shards …"):
         shards, faults = open_shards(folder, settings, thorough=True)
     if faults and card.get("complete"):

@@ -133,17 +133,17 @@ def ask(
     if draw is not None and reducer is None:
         raise BadParameter("--draw shows what a method did to the tokens, and --method is none. Leave one out.")
     with hushed():  # our own warnings were printed above
-        from torino.vlm import open_clip_text
+        from torino.vlm import load_clip_text
         from torino.vlm.session import ask as put
-        from torino.vlm.session import open_vlm
+        from torino.vlm.session import load_vlm
 
         try:
             asking = None
             if clip is not None:
                 with errors.status(f"Opening {escape(clip)} …"):
-                    asking = open_clip_text(clip, device=device, dtype=dtype)
+                    asking = load_clip_text(clip, device=device, dtype=dtype)
             with errors.status(f"Opening {escape(model)} …"):
-                opened, processor = open_vlm(model, device, dtype)
+                opened, processor = load_vlm(model, device, dtype)
             with errors.status("Looking and answering …"):
                 answer = put(
                     picture,

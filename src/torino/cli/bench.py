@@ -20,7 +20,7 @@ from torino.cli._progress import phase_bars
 from torino.core.errors import BadParameter
 
 if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those who measure
-    from torino.evaluation.latency import Bench, Plan
+    from torino.evaluation.latency import Bench, BenchPlan
     from torino.evaluation.protocol import Setting
 
 out = Console()
@@ -103,10 +103,10 @@ def bench(
     if output is not None and output.is_dir():
         raise BadParameter(f"--output {output} is a folder. Give the path of a file.")
     from torino.core.io import write_json
-    from torino.evaluation.latency import QUESTION, Bench, Plan
+    from torino.evaluation.latency import QUESTION, Bench, BenchPlan
     from torino.vlm.towers import device_of
 
-    plan = Plan(count, warmups, answers, max_new_tokens, seed)
+    plan = BenchPlan(count, warmups, answers, max_new_tokens, seed)
     place = device_of(device)
     saes: dict[str, Any] = {}
     for one in _named_saes(sae, model is None and tokens is None):
@@ -174,12 +174,12 @@ def _settings(
 ) -> tuple[list[Setting], list[str]]:
     """What the options describe, and what was left out of 'all'."""
     from torino.evaluation.protocol import FULL, dynamic_settings, fixed_settings, own_settings, read_budgets, takes
-    from torino.reducers import get, names
+    from torino.reducers import get, list_reducers
 
     words, notes = split_words(methods), list[str]()
     plain = [word for word in words if "(" not in word]
     if "all" in plain:
-        plain = [name for name in names() if not get(name).ablation]
+        plain = [name for name in list_reducers() if not get(name).ablation]
         left = {
             "which read concepts: give --sae": [name for name in plain if takes(name, "sae") and not saes],
             "which read the question: give --clip": [
@@ -234,7 +234,7 @@ def _on_model(
     device: str,
     options: dict[str, Any],
 ) -> None:
-    from torino.vlm.session import check_vlm, open_vlm
+    from torino.vlm.session import check_vlm, load_vlm
     from torino.vlm.towers import transformers
 
     check_vlm(model)
@@ -242,11 +242,11 @@ def _on_model(
     library = transformers()
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
-    from torino.vlm import open_clip_text
+    from torino.vlm import load_clip_text
 
     with errors.status(f"Opening {escape(model)} …"):
-        opened, processor = open_vlm(model, device, dtype)
-        asking = None if clip is None else open_clip_text(clip, device=device, dtype=dtype)
+        opened, processor = load_vlm(model, device, dtype)
+        asking = None if clip is None else load_clip_text(clip, device=device, dtype=dtype)
     if images is None:
         made.notes.append(
             "No --images were given, so the pictures are generated noise: times are right for a fixed budget, and the "
@@ -258,7 +258,7 @@ def _on_model(
         )
 
 
-def _pictures(images: str | None, plan: Plan) -> tuple[Any, str]:
+def _pictures(images: str | None, plan: BenchPlan) -> tuple[Any, str]:
     """Pictures to look at, and what they are."""
     if images is None:
         import numpy as np

@@ -88,10 +88,10 @@ def compare(
         saes = {NAME: open_sae(sae, device=device_of(device))} if sae and any(one.sae for one in settings) else {}
         reducers = {one.id: one.reducer(saes) for one in settings}
         with hushed():
-            from torino.vlm.session import open_vlm
+            from torino.vlm.session import load_vlm
 
             told.update(f"Opening {escape(model)} …")
-            opened, processor = open_vlm(model, device, dtype)
+            opened, processor = load_vlm(model, device, dtype)
             told.update("Looking, and answering with each method …")
             asked = _Asked(opened, processor, picture, question, max_new_tokens, padding)
             seen = asked.under(reducers)
@@ -243,14 +243,14 @@ def _alike(text: str) -> str:
 def _draw(path: Path, question: str, settings: Sequence[Setting], seen: _Seen) -> bool:
     """Draw what each method kept, where the model sees an image whole."""
     from torino.viz.draw import save_picture
-    from torino.viz.figures import Told, draw_compare
+    from torino.viz.figures import ComparedAnswer, draw_compare
 
     full = seen.answers["full"].text or ""
-    told: list[Told] = []
+    told: list[ComparedAnswer] = []
     for one in settings:
         text = seen.answers[one.id].text
         if text is not None and one.id in seen.plans:
-            told.append(Told(one.label, seen.plans[one.id], text, _alike(text) == _alike(full)))
+            told.append(ComparedAnswer(one.label, seen.plans[one.id], text, _alike(text) == _alike(full)))
     if not told or seen.image is None:
         return False
     save_picture(draw_compare(seen.image, question, full, told), path)

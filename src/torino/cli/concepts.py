@@ -200,13 +200,13 @@ def _towers(sae: SAE, name: str, judge: str | None, judge_block: int | None, dev
 
 
 def _tower(name: str, block: int | None, device: str) -> Tower:
-    from torino.vlm.towers import open_tower
+    from torino.vlm.towers import load_tower
 
     if name == "lab":
         from torino_lab.tower import lab_tower
 
         return lab_tower(device=device) if block is None else lab_tower(block, device=device)
-    return open_tower(name, block=block, device=device)
+    return load_tower(name, block=block, device=device)
 
 
 def _gather(sae: SAE, looking: Looking, folder: Path, keep: int, pool: str, batch: int) -> Evidence:

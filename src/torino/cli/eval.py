@@ -103,7 +103,7 @@ def evaluate(
     from torino.evaluation.protocol import default_methods, read_budgets
     from torino.evaluation.tasks import open_task
     from torino.reducers import get
-    from torino.vlm.session import check_vlm, open_vlm
+    from torino.vlm.session import check_vlm, load_vlm
     from torino.vlm.towers import transformers
 
     check_vlm(model)
@@ -125,12 +125,12 @@ def evaluate(
     library = transformers()
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
-    from torino.evaluation.runner import Plan
+    from torino.evaluation.runner import RunPlan
     from torino.evaluation.runner import evaluate as run
-    from torino.vlm import open_clip_text
+    from torino.vlm import load_clip_text
 
     saes = _saes(sae or [], any(_reads_concepts(one) for one in [*names, *[w for w in words if "(" in w]]), device)
-    plan = Plan(
+    plan = RunPlan(
         names,
         specs=[word for word in words if "(" in word],
         dynamic=split_pairs(dynamic) if any(one.startswith("torino-") for one in names) else (),
@@ -142,8 +142,8 @@ def evaluate(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers
         with errors.status(f"Opening {escape(model)} …"):
-            opened, processor = open_vlm(model, device, dtype)
-            asking = None if clip is None else open_clip_text(clip, device=device, dtype=dtype)
+            opened, processor = load_vlm(model, device, dtype)
+            asking = None if clip is None else load_clip_text(clip, device=device, dtype=dtype)
         bars, progress = phase_bars(errors)
         with bars:
             finished = run(

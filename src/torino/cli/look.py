@@ -127,13 +127,13 @@ def _open(name: str, block: int | None, encoder: Any, device: str) -> Tower:
     """The tower, tapped where the SAE was trained unless told otherwise."""
     from torino_lab.tower import lab_tower
 
-    from torino.vlm.towers import open_tower
+    from torino.vlm.towers import load_tower
 
     if block is None:
         block = getattr(getattr(encoder, "card", None), "block", None)
     if name == LAB:
         return lab_tower(device=device) if block is None else lab_tower(block, device=device)
-    return open_tower(name, block=block, device=device)
+    return load_tower(name, block=block, device=device)
 
 
 def _plans(

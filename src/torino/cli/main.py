@@ -84,12 +84,14 @@ def list_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the reducers, or the SAE layouts that can be read and written."""
-    from torino.reducers import describe, names
+    from torino.reducers import describe, list_reducers
     from torino.sae.formats import LAYOUTS
 
     if what == "reducers":
         shown = ("name", "summary", "needs", "length", "output", "cost")
-        rows = [{key: value for key, value in describe(name).items() if as_json or key in shown} for name in names()]
+        rows = [
+            {key: value for key, value in describe(name).items() if as_json or key in shown} for name in list_reducers()
+        ]
     elif what == "layouts":
         rows = [{"name": name, "read": "yes", "written": "yes"} for name in LAYOUTS]
         rows.append({"name": "sparsify", "read": "yes", "written": "no"})
@@ -174,7 +176,7 @@ def reduce(
     """Reduce the visual tokens of images, and show what became of them."""
     from torino.core.explanation import names_of
     from torino.core.reduction import Reduction, ReductionBatch
-    from torino.core.tokens import load_tokens, pack_patches
+    from torino.core.tokens import load_tokens, ragged_patches
     from torino.datasets.bundled import PHOTOS, example_tokens
 
     bundled = tokens is None
@@ -205,24 +207,24 @@ def reduce(
     batch = ReductionBatch.of(plans)
     words = names_of(reducer)
 
-    names = list(PHOTOS) if bundled else [f"image {index}" for index in range(len(images))]
+    list_reducers = list(PHOTOS) if bundled else [f"image {index}" for index in range(len(images))]
     count = f"{len(images)} image{'s' if len(images) > 1 else ''}"
     out.print(f"[bold]{escape(reducer.spec)}[/] on {count} of {escape(str(images[0].origin))}")
-    out.print(_summary(names, batch))
+    out.print(_summary(list_reducers, batch))
     if picture or (picture is None and out.is_terminal):
         from torino.viz.terminal import draw_groups
 
-        shown = list(zip(names, batch, strict=True))[: 4 if picture is None else None]
+        shown = list(zip(list_reducers, batch, strict=True))[: 4 if picture is None else None]
         out.print(draw_groups(shown, out.width, words))
-    for name, plan in zip(names, batch, strict=True):
+    for name, plan in zip(list_reducers, batch, strict=True):
         largest = sorted(range(len(plan)), key=lambda m: (-int((plan.assigned == m).sum()), m))[:explain]
         for token in largest:
             out.print(f"[bold]{escape(name)}[/]: {escape(str(plan.explain(token, words)))}", highlight=False)
     if draw is not None:
-        _draw(draw, names, batch, bundled, words)
+        _draw(draw, list_reducers, batch, bundled, words)
         out.print(f"Drew {min(len(images), 8)} images to {escape(str(draw))}.", highlight=False)
     if output is not None:
-        reduced = batch.apply(pack_patches(images))
+        reduced = batch.apply(ragged_patches(images))
         batch.save(output, tokens=reduced.values)
         out.print(
             f"Wrote {len(reduced.values)} tokens with their provenance to {escape(str(output))}.", highlight=False
@@ -353,13 +355,13 @@ def _budget(budget: int | None, keep: str | None, lengths: list[int]) -> int | N
     return max(1, round(share * lengths[0]))
 
 
-def _summary(names: list[str], batch: Any) -> Table:
+def _summary(list_reducers: list[str], batch: Any) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("image", "patches", "tokens", "removed", "largest group"):
         table.add_column(heading, justify="left" if heading == "image" else "right")
     rows = [
         (name, plan.patches, len(plan), int(plan.assigned[plan.assigned >= 0].bincount().max()))
-        for name, plan in zip(names, batch, strict=True)
+        for name, plan in zip(list_reducers, batch, strict=True)
     ]
     for name, patches, tokens, largest in rows[:20]:
         table.add_row(

@@ -18,7 +18,7 @@ from torino.core.errors import BadParameter, TorinoError
 
 if TYPE_CHECKING:  # torch and transformers are only fetched by those who train
     from torino.training.activations.store import Store
-    from torino.training.config import Recipe
+    from torino.training.config import TrainConfig
     from torino.training.distributed import World
     from torino.training.trainer import Watch
     from torino.vlm.towers import Tower
@@ -298,8 +298,8 @@ def sweep(
 # ---------------------------------------------------------------------- what was asked for
 
 
-def _recipe(paper: bool, **given: Any) -> Recipe:
-    from torino.training.config import PAPER, Recipe
+def _recipe(paper: bool, **given: Any) -> TrainConfig:
+    from torino.training.config import PAPER, TrainConfig
 
     told = {name: value for name, value in given.items() if value is not None}
     kind = told["kind"]
@@ -316,7 +316,7 @@ def _recipe(paper: bool, **given: Any) -> Recipe:
             raise BadParameter(f"--{name.replace('_', '-')} would do nothing with --objective {kind}: {why}.")
     if paper and told["kind"] != "matryoshka":
         raise BadParameter(f"--paper is a recipe for matryoshka, and --objective is {told['kind']}. Leave one out.")
-    return Recipe(**{**(PAPER if paper else {}), **told})
+    return TrainConfig(**{**(PAPER if paper else {}), **told})
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
@@ -343,7 +343,7 @@ def _open_store(path: Path, seed: int) -> Store:
 
 
 def _tower(name: str, block: int | None, device: Any) -> Tower:
-    from torino.vlm.towers import open_tower, transformers
+    from torino.vlm.towers import load_tower, transformers
 
     transformers().logging.set_verbosity_error()
     transformers().logging.disable_progress_bar()
@@ -353,7 +353,7 @@ def _tower(name: str, block: int | None, device: Any) -> Tower:
             from torino_lab.tower import lab_tower
 
             return lab_tower(device=device) if block is None else lab_tower(block, device=device)
-        return open_tower(name, block=block, device=device)
+        return load_tower(name, block=block, device=device)
 
 
 def _photos(path: Path, trained: Store) -> tuple[Callable[[], Iterable[Any]], str]:
@@ -414,7 +414,7 @@ def _state(report: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _stopped(output: Path, recipe: Recipe, world: World) -> Generator[None]:
+def _stopped(output: Path, recipe: TrainConfig, world: World) -> Generator[None]:
     """Say in a sentence what a run can be stopped by from outside."""
     try:
         yield

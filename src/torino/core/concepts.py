@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torino.core.errors import BadParameter
 from torino.core.tokens import Origin, check_matrix
-from torino.core.topk.exact import SILENT, stable_top
+from torino.core.topk.exact import SILENT, stable_topk
 
 Rank = Literal["activation", "pre-threshold"]
 
@@ -133,14 +133,14 @@ class RawEmbedding:
         check_matrix(x, "tokens")
         if not 1 <= k <= x.shape[1]:
             raise BadParameter(f"k must be between 1 and the token width {x.shape[1]}, got {k}.")
-        indices, values = stable_top(x.detach().float(), k)
+        indices, values = stable_topk(x.detach().float(), k)
         return Concepts(indices, values, values[:, 0])
 
     def check_origin(self, origin: Origin, width: int) -> None:
         """Accept any tokens: nothing was trained."""
 
 
-class Remembering:
+class CachedEncoder:
     """An encoder that keeps what it said last, for when many reducers are shown the same picture.
 
     Concepts come by falling activation, so the ``k`` strongest are the first of any longer list. The tensor asked about

@@ -1,4 +1,4 @@
-"""TokenStory: one output token, told in words."""
+"""Explanation: one output token, told in words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class TokenStory:
+class Explanation:
     """What one output token is made of, and why it is there. ``print`` it for a sentence.
 
     Attributes

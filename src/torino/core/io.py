@@ -18,7 +18,7 @@ from torch import Tensor
 from torino.core.errors import BadFile
 
 
-def cache_folder() -> Path:
+def cache_dir() -> Path:
     """Where torino keeps what it made or fetched: ``TORINO_CACHE``, or ``torino`` in the user's cache."""
     given = os.environ.get("TORINO_CACHE")
     if given:
@@ -26,7 +26,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~").expanduser() / ".cache") / "torino"
 
 
-def write_whole(path: str | Path, write: Callable[[Path], None]) -> Path:
+def write_atomic(path: str | Path, write: Callable[[Path], None]) -> Path:
     """Write a file through a temporary neighbour and rename it into place.
 
     A reader sees the old file or the new one, never half of one; a failed write leaves the old one.
@@ -63,7 +63,7 @@ def write_json(path: str | Path, value: object) -> Path:
     def write(target: Path) -> None:
         target.write_text(text, encoding="utf-8")
 
-    return write_whole(path, write)
+    return write_atomic(path, write)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def write_arrays(
             except SafetensorError as error:  # a full disk, among others
                 raise OSError(str(error)) from error
 
-        return write_whole(path, save)
+        return write_atomic(path, save)
     if path.suffix == ".npz":
         plain = {name: _as_numpy(value) for name, value in arrays.items()}
         plain |= {name: np.array(text) for name, text in metadata.items()}
@@ -108,7 +108,7 @@ def write_arrays(
             with target.open("wb") as file:
                 np.savez_compressed(file, **cast(dict[str, Any], plain))
 
-        return write_whole(path, write)
+        return write_atomic(path, write)
     raise BadFile(f"Cannot write {path}: its ending is {path.suffix!r}. Accepted: .npz, .safetensors.")
 
 

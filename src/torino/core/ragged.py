@@ -1,4 +1,4 @@
-"""Packed: rows of several images laid end to end, with the offsets that part them."""
+"""Ragged: rows of several images laid end to end, with the offsets that part them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torino.core.errors import BadTokens
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class Ragged:
     """A ragged batch: image i owns rows ``offsets[i]:offsets[i+1]`` of ``values``. Nothing is padded.
 
     Attributes
@@ -25,7 +25,7 @@ class Packed:
 
     Examples
     --------
-    >>> batch = Packed.of([torch.zeros(2, 4), torch.ones(3, 4)])
+    >>> batch = Ragged.of([torch.zeros(2, 4), torch.ones(3, 4)])
     >>> batch.offsets, batch[1].shape
     (tensor([0, 2, 5]), torch.Size([3, 4]))
     """
@@ -41,7 +41,7 @@ class Packed:
             )
 
     @classmethod
-    def of(cls, parts: Sequence[Tensor]) -> Packed:
+    def of(cls, parts: Sequence[Tensor]) -> Ragged:
         """Pack one tensor per image."""
         if not parts:
             raise BadTokens("An empty list of images was given. Give at least one.")

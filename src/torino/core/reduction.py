@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter, BadTokens
-from torino.core.explanation import TokenStory
+from torino.core.explanation import Explanation
 from torino.core.io import read_arrays, write_arrays
-from torino.core.ragged import Packed, fits, offsets_of
+from torino.core.ragged import Ragged, fits, offsets_of
 
 FORMAT = "torino-reduction/1"
 
@@ -257,7 +257,7 @@ class Reduction:
             score=after.score,
         )
 
-    def explain(self, token: int, names: Mapping[int, str] | None = None) -> TokenStory:
+    def explain(self, token: int, names: Mapping[int, str] | None = None) -> Explanation:
         """Tell what output token ``token`` is made of, where it sits, which concept it carries, and why it is there.
 
         ``names`` maps latents to words, where someone has named them.
@@ -267,7 +267,7 @@ class Reduction:
         token %= len(self)
         entries = slice(int(self.offsets[token]), int(self.offsets[token + 1]))
         concept = int(self.concept[token])
-        return TokenStory(
+        return Explanation(
             token=token,
             of=len(self),
             role=self.role[token],
@@ -344,7 +344,7 @@ class ReductionBatch(Sequence[Reduction]):
             f"{int(lengths.min())} to {int(lengths.max())} an image, by {self[0].by})"
         )
 
-    def apply(self, values: Packed | Sequence[Tensor], cls: Sequence[Tensor] | None = None) -> Packed:
+    def apply(self, values: Ragged | Sequence[Tensor], cls: Sequence[Tensor] | None = None) -> Ragged:
         """Reduce the values of all images at once: (ΣN, ...) in, (ΣM, ...) out, with offsets, no padding."""
         parts = list(values)
         if len(parts) != len(self):
@@ -355,10 +355,10 @@ class ReductionBatch(Sequence[Reduction]):
         rows = [_rows_of(part, token, red) for part, token, red in zip(parts, tokens, self, strict=True)]
         pruning = all(reduction.is_pruning for reduction in self)
         if len(rows) == 1:
-            return Packed(_apply(self[0], rows[0], pruning), offsets_of(self.lengths.tolist()))
-        whole = isinstance(values, Packed) and all(row is part for row, part in zip(rows, parts, strict=True))
-        stacked = values.values if whole and isinstance(values, Packed) else torch.cat(rows)
-        return Packed(
+            return Ragged(_apply(self[0], rows[0], pruning), offsets_of(self.lengths.tolist()))
+        whole = isinstance(values, Ragged) and all(row is part for row, part in zip(rows, parts, strict=True))
+        stacked = values.values if whole and isinstance(values, Ragged) else torch.cat(rows)
+        return Ragged(
             _apply(self._joined([len(row) for row in rows]), stacked, pruning), offsets_of(self.lengths.tolist())
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torino.core.errors import BadFile, BadTokens, MissingSignal
 from torino.core.io import read_arrays, write_arrays
-from torino.core.ragged import Packed
+from torino.core.ragged import Ragged
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -140,14 +140,14 @@ class VisualTokens:
         return value
 
 
-def pack_patches(images: Sequence[VisualTokens]) -> Packed:
+def ragged_patches(images: Sequence[VisualTokens]) -> Ragged:
     """Lay the patches of several images end to end; one image is passed on without a copy."""
     if not images:
         raise BadTokens("An empty list of images was given. Give at least one.")
     widths = {image.width for image in images}
     if len(widths) > 1:
         raise BadTokens(f"The images of a batch must have tokens of one width, got widths {sorted(widths)}.")
-    return Packed.of([image.patches for image in images])
+    return Ragged.of([image.patches for image in images])
 
 
 def save_tokens(images: Sequence[VisualTokens], path: str | Path) -> Path:
@@ -155,7 +155,7 @@ def save_tokens(images: Sequence[VisualTokens], path: str | Path) -> Path:
 
     The file holds ``patches`` (all images end to end), ``grids`` (images, 2), and the origin as metadata.
     """
-    packed = pack_patches(images)
+    packed = ragged_patches(images)
     origins = {image.origin for image in images}
     if len(origins) > 1:
         raise BadTokens(f"One file holds tokens of one origin, got {len(origins)}: {', '.join(map(str, origins))}.")

@@ -143,7 +143,7 @@ def _footer(path: Path) -> bytes:
         return file.read(length)
 
 
-class Table(Photos):
+class TableImages(Photos):
     """Rows of an Arrow table, mapped into memory."""
 
     def __init__(self, table: Any, folder: Path, mark: str, called: str, limit: int | None) -> None:
@@ -173,7 +173,7 @@ def open_saved(path: Path, limit: int | None) -> Photos:
         table = arrow.concat_tables(tables)
     except (OSError, ValueError) as error:
         raise BadFile(f"{path} is not a readable dataset ({short(error)}). Save it again or fetch it anew.") from error
-    return Table(table, path, str(state.get("_fingerprint")), called(path), limit)
+    return TableImages(table, path, str(state.get("_fingerprint")), called(path), limit)
 
 
 def open_hub(text: str, limit: int | None) -> Photos:
@@ -194,7 +194,7 @@ def open_hub(text: str, limit: int | None) -> Photos:
         table, mark = found.data.table, str(found._fingerprint)
     except Exception as error:  # it raises what the libraries below it raise
         raise Unreachable(f"{text} could not be opened: {short(error)}") from error
-    return Table(table, Path(), mark, f"{name} ({rest[-1]})", limit)
+    return TableImages(table, Path(), mark, f"{name} ({rest[-1]})", limit)
 
 
 def _pyarrow(module: str) -> Any:

@@ -14,7 +14,7 @@ from torino.evaluation.benchmarks import BENCHMARKS, Benchmark, benchmark_of
 from torino.evaluation.judge import Judge
 from torino.evaluation.paper import PaperRow, PaperTable, paper_table, paper_tables
 from torino.evaluation.samples import Place, Problem, Sample
-from torino.evaluation.scoring import Score, Tally
+from torino.evaluation.scoring import Score, ScoreStats
 from torino.evaluation.statistics import (
     Difference,
     Interval,
@@ -42,7 +42,7 @@ __all__ = [
     "Relative",
     "Sample",
     "Score",
-    "Tally",
+    "ScoreStats",
     "Task",
     "benchmark_of",
     "data_folder",

@@ -13,13 +13,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from torino.core.concepts import Remembering
+from torino.core.concepts import CachedEncoder
 from torino.core.errors import BadParameter, TorinoError
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.datasets.images import Padding, as_seen, mean_colour, open_image, prepare
-from torino.evaluation.examples import Keeper
-from torino.reducers import Placed, Reducer, inside_of
-from torino.vlm.adapters.base import ASKED, Host, Positions, Sight, Splice, host_of, place
+from torino.evaluation.examples import ExampleWriter
+from torino.reducers import PositionMode, Reducer, as_in_tower
+from torino.vlm.adapters.base import ASKED, Adapter, EncodedImages, ImageEmbeds, Positions, adapter_for, place
 from torino.vlm.attention import added_by_mass, attending, weigh
 from torino.vlm.session import write_prompt
 from torino.vlm.text_query import ClipText
@@ -78,12 +78,12 @@ class _Part:
     """What one setting made of a picture."""
 
     setting: str
-    sight: Sight
+    sight: EncodedImages
     plans: ReductionBatch
-    splices: list[Splice]
+    splices: list[ImageEmbeds]
     tokens: int
     seconds: dict[str, float]
-    placed: Placed
+    position_mode: PositionMode
 
 
 class _Lead:
@@ -118,7 +118,7 @@ class Engine:
     Parameters
     ----------
     model, processor
-        As :func:`torino.vlm.session.open_vlm` gives them.
+        As :func:`torino.vlm.session.load_vlm` gives them.
     reducers : mapping of setting to Reducer or None
         None keeps all tokens.
     padding : {"crop", "square"}
@@ -153,13 +153,13 @@ class Engine:
         if batch < 1:
             raise BadParameter(f"batch must be at least 1, got {batch}.")
         self.model, self.processor, self.reducers = model, processor, dict(reducers)
-        self.host = host_of(model)
+        self.host = adapter_for(model)
         self.padding: Padding = padding
         self.positions: Positions = positions
         self._weighs = {name: weigh(mass, reducer, self.host) for name, reducer in self.reducers.items()}
         self.on_error, self.asking = on_error, asking
         # families that lay out positions or outputs by image are asked one by one
-        plain = type(self.host).outputs is Host.outputs and type(self.host).positions is Host.positions
+        plain = type(self.host).outputs is Adapter.outputs and type(self.host).positions is Adapter.positions
         batch = batch if plain else 1
         self._resumes = plain and self.host.resumes
         self._colour = mean_colour(processor)
@@ -185,7 +185,7 @@ class Engine:
         pictures: Sequence[bytes],
         asked: Sequence[Asked],
         wanted: Callable[[Any, str], bool],
-        keep: Keeper | None = None,
+        keep: ExampleWriter | None = None,
     ) -> Iterator[list[Answered]]:
         """Answer questions about one picture (or several that go together).
 
@@ -195,7 +195,7 @@ class Engine:
         asked : sequence of Asked
         wanted : callable
             Says of (key, setting) whether that answer is still missing.
-        keep : Keeper, optional
+        keep : ExampleWriter, optional
             Keeps the picture and its Reductions, where it is one picture of one tile.
 
         Yields
@@ -274,18 +274,18 @@ class Engine:
 
     # ------------------------------------------------------------------ seeing
 
-    def _look(self, inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[Sight, float]:
+    def _look(self, inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[EncodedImages, float]:
         """What the tower shows to all settings that do not work inside it, and how long that took."""
         common = frozenset[str]()
         for reducer in (self.reducers[name] for name in names):
-            if reducer is not None and inside_of(reducer) is None:
-                common |= reducer.needs | (reducer.views_need if self.host.tiles else frozenset())
+            if reducer is not None and as_in_tower(reducer) is None:
+                common |= reducer.needs | (reducer.view_needs if self.host.tiles else frozenset())
         begin = time.perf_counter()
         sight = self.host.look(inputs, common)
         return sight, time.perf_counter() - begin
 
     def _parts(
-        self, names: Sequence[str], sight: Sight, inputs: Mapping[str, Any], seen: float
+        self, names: Sequence[str], sight: EncodedImages, inputs: Mapping[str, Any], seen: float
     ) -> tuple[list[_Part], dict[str, Exception]]:
         """What each setting makes of the picture, and the settings that fail at it."""
         parts: list[_Part] = []
@@ -298,26 +298,30 @@ class Engine:
                 failed[name] = error
         return parts, failed
 
-    def _part(self, name: str, reducer: Reducer | None, sight: Sight, inputs: Mapping[str, Any], seen: float) -> _Part:
+    def _part(
+        self, name: str, reducer: Reducer | None, sight: EncodedImages, inputs: Mapping[str, Any], seen: float
+    ) -> _Part:
         begin, memory = time.perf_counter(), getattr(reducer, "sae", None)
-        saved = memory.saved if isinstance(memory, Remembering) else 0.0
-        inside = None if reducer is None else inside_of(reducer)
+        saved = memory.saved if isinstance(memory, CachedEncoder) else 0.0
+        inside = None if reducer is None else as_in_tower(reducer)
         if reducer is None:
             plans = ReductionBatch.of([Reduction.identity(unit.grid) for unit in sight.tokens])
         elif inside is None:
             plans = self.host.plan(reducer, sight)
         else:
-            sight, plans = self.host.look_inside(inputs, inside)
+            sight, plans = self.host.encode_in_tower(inputs, inside)
             seen, begin = time.perf_counter() - begin, time.perf_counter()
         planned = time.perf_counter()
-        if isinstance(memory, Remembering):  # what another setting has paid for counts for this one all the same
+        if isinstance(memory, CachedEncoder):  # what another setting has paid for counts for this one all the same
             begin -= memory.saved - saved
         splices = self.host.splice(sight, plans)
         seconds = {"tower": seen, "plan": planned - begin, "projector": time.perf_counter() - planned}
         tokens = sum(len(splice.slots) for splice in splices)
         return _Part(name, sight, plans, splices, tokens, seconds, place(self.positions, reducer))
 
-    def _keep(self, keep: Keeper, images: Sequence[Any], inputs: Mapping[str, Any], parts: Sequence[_Part]) -> None:
+    def _keep(
+        self, keep: ExampleWriter, images: Sequence[Any], inputs: Mapping[str, Any], parts: Sequence[_Part]
+    ) -> None:
         seen = as_seen(inputs, self.processor, images)
         if len(seen) != 1 or any(len(part.plans) != 1 for part in parts):
             return
@@ -373,9 +377,9 @@ class Engine:
             for name, value in full.items()
             if name not in self.host.pixel_names
         }
-        sight = group[0].sight if count == 1 else Sight((), group[0].sight.full * count)
+        sight = group[0].sight if count == 1 else EncodedImages((), group[0].sight.full * count)
         splices = [splice for part in group for splice in part.splices]
-        shrunk, _ = self.host.fill(rows, sight, splices, group[0].placed, "left")
+        shrunk, _ = self.host.fill(rows, sight, splices, group[0].position_mode, "left")
         begin = time.perf_counter()
         length = shrunk["input_ids"].shape[1]
         with ExitStack() as stack:

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from torino.core.errors import BadParameter, TorinoError
-from torino.core.io import write_whole
+from torino.core.io import write_atomic
 from torino.core.reduction import Reduction
 from torino.evaluation.benchmarks import words
 from torino.evaluation.judge import Grader
@@ -29,7 +29,7 @@ def place_of(folder: Path, key: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Keeper:
+class ExampleWriter:
     """Keeps one picture as the tower saw it, and what each setting made of it.
 
     Attributes
@@ -44,7 +44,7 @@ class Keeper:
         """Keep the picture, once."""
         file = self.folder / PHOTO
         if not file.is_file():
-            write_whole(file, lambda target: image.save(target, "PNG"))
+            write_atomic(file, lambda target: image.save(target, "PNG"))
 
     def plan(self, setting: str, plan: Reduction) -> None:
         """Keep a Reduction, once."""
@@ -54,7 +54,7 @@ class Keeper:
 
 
 @dataclass(frozen=True)
-class Cell:
+class SavedExample:
     """A Reduction of a picture with the answer that was given with it.
 
     Attributes
@@ -73,7 +73,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Case:
+class ExampleCase:
     """A question of a run whose picture and Reductions were kept.
 
     Attributes
@@ -83,7 +83,7 @@ class Case:
     answer : str
         With all tokens.
     right : bool or None
-    cells : sequence of Cell
+    cells : sequence of SavedExample
         In the order of the run's settings.
     """
 
@@ -93,7 +93,7 @@ class Case:
     photo: Image.Image
     answer: str
     right: bool | None
-    cells: Sequence[Cell]
+    cells: Sequence[SavedExample]
 
 
 def cases(
@@ -105,7 +105,7 @@ def cases(
     count: int = 4,
     data: str | Path | None = None,
     judge: Grader | None = None,
-) -> list[Case]:
+) -> list[ExampleCase]:
     """Questions of a run to show.
 
     Parameters
@@ -130,20 +130,20 @@ def cases(
         )
     shown = _settings(run, tier, settings)
     tasks = run.open_tasks(data)
-    found: list[Case] = []
+    found: list[ExampleCase] = []
     for name, index in _chosen(run, tasks, samples, count):
         marks = {one.id: _mark(run, tasks[name], one.id, index, judge) for one in (FULL, *shown)}
         sample = tasks[name][index]
         folder = place_of(run.folder, sample.image.key)
         cells = [
-            Cell(one, Reduction.load(folder / f"{_short(one.id)}.npz"), *marks[one.id])
+            SavedExample(one, Reduction.load(folder / f"{_short(one.id)}.npz"), *marks[one.id])
             for one in shown
             if (folder / f"{_short(one.id)}.npz").is_file()
         ]
         if not cells:
             raise TorinoError(f"Nothing was kept of {name}:{index} by the settings asked for.")
         with Image.open(folder / PHOTO) as photo:
-            found.append(Case(name, index, words(sample), photo.convert("RGB"), *marks[FULL.id], cells))
+            found.append(ExampleCase(name, index, words(sample), photo.convert("RGB"), *marks[FULL.id], cells))
     if not found:
         raise BadParameter(f"The run in {run.folder} has no answered question about a picture that it kept.")
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from torino.core.concepts import RawEmbedding
 from torino.core.errors import BadParameter
-from torino.reducers import Reducer, get, make, names
+from torino.reducers import Reducer, get, list_reducers, make
 
 PAIRS = ((3, 3), (2, 2), (1, 1))
 """The paper's settings of (k, δ), from many tokens to few."""
@@ -112,7 +112,7 @@ def takes(method: str, parameter: str) -> bool:
 
 def default_methods(*, asking: bool = False) -> list[str]:
     """All methods; those that wait for a question only where something reads it, which most models' towers cannot."""
-    found = [name for name in names() if not get(name).ablation]
+    found = [name for name in list_reducers() if not get(name).ablation]
     return [name for name in found if asking or not get(name).needs & {"joint", "text"}]
 
 

@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 from torino.core.errors import BadFile
 
 
-class Records:
+class AnswerLog:
     """A file that grows by whole lines.
 
     Opening it cuts off a last line that a crash left unfinished. Lines given together go to the disk together.

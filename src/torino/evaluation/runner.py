@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torino.core.concepts import Remembering
+from torino.core.concepts import CachedEncoder
 from torino.core.errors import BadParameter, TorinoError
 from torino.core.io import read_json, write_json
 from torino.datasets.images import Padding
 from torino.evaluation import protocol as settings_
 from torino.evaluation.engine import BATCHING, Asked, Engine, OnError
-from torino.evaluation.examples import Keeper, place_of
+from torino.evaluation.examples import ExampleWriter, place_of
 from torino.evaluation.protocol import FULL, Setting
-from torino.evaluation.records import Records, read_records
+from torino.evaluation.records import AnswerLog, read_records
 from torino.evaluation.results import ANSWERS, FORMAT, PROBLEMS, RUN, SETTINGS, Run, open_run
 from torino.evaluation.samples import Sample
 from torino.evaluation.tasks import Task
@@ -39,7 +39,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What is to be run.
 
     Attributes
@@ -106,7 +106,7 @@ def evaluate(
     model: nn.Module,
     processor: Any,
     tasks: Sequence[Task],
-    plan: Plan,
+    plan: RunPlan,
     saes: Mapping[str, Any],
     name: str = "",
     padding: Padding = "crop",
@@ -134,10 +134,10 @@ def evaluate(
     folder : path
         Of the run; new, or begun earlier.
     model, processor, name
-        As :func:`torino.vlm.session.open_vlm` gives them, and what the model is called.
+        As :func:`torino.vlm.session.load_vlm` gives them, and what the model is called.
     tasks : sequence of Task
         Already cut to ``limit`` questions, if that is given.
-    plan : Plan
+    plan : RunPlan
     saes : mapping of label to SAE
         ``none`` stands for no SAE and needs no entry.
     padding, positions, mass, batch, on_error, asking
@@ -248,8 +248,8 @@ class _Worker:
 
     def phase(self, name: str, settings: Sequence[Setting]) -> None:
         """Ask what is not answered yet, picture by picture."""
-        records = Records(self.folder / ANSWERS / f"{self.part + 1}of{self.parts}.jsonl")
-        problems = Records(self.folder / PROBLEMS / f"{self.part + 1}of{self.parts}.jsonl")
+        records = AnswerLog(self.folder / ANSWERS / f"{self.part + 1}of{self.parts}.jsonl")
+        problems = AnswerLog(self.folder / PROBLEMS / f"{self.part + 1}of{self.parts}.jsonl")
         try:
             done = self._done(failures=not self.retry)
             ids = {setting.id for setting in settings}
@@ -260,7 +260,7 @@ class _Worker:
             self._tell(name, count, total)
             if count == total:
                 return
-            remembering = {label: Remembering(sae) for label, sae in self.saes.items()}
+            remembering = {label: CachedEncoder(sae) for label, sae in self.saes.items()}
             engine = Engine(
                 self.model,
                 self.processor,
@@ -284,7 +284,7 @@ class _Worker:
                     count += sum((*q.key, one) not in done for q in missing for one in ids)
                     self._tell(name, count, total)
                     continue
-                keeper = Keeper(place_of(self.folder, key)) if key in self.kept else None
+                keeper = ExampleWriter(place_of(self.folder, key)) if key in self.kept else None
                 for answers in engine.answers(pictures, asked, lambda q, one: (*q, one) not in done, keeper):
                     rows = [_row(answer, key) for answer in answers]
                     records.add(rows)
@@ -317,8 +317,8 @@ class _Worker:
         ids: set[str],
         done: set[tuple[str, str, str]],
         key: str,
-        records: Records,
-        problems: Records,
+        records: AnswerLog,
+        problems: AnswerLog,
     ) -> list[bytes] | None:
         """The picture files; where one cannot be read, that is the answer to all questions about it."""
         try:

@@ -18,7 +18,7 @@ from string import ascii_letters, ascii_uppercase, digits
 from typing import Any, Literal, NamedTuple, cast
 
 from torino.core.errors import BadFile
-from torino.evaluation.tsv import Row, rows, unquoted
+from torino.evaluation.tsv import TsvRow, rows, unquoted
 
 Broken = Literal["skip", "raise"]
 
@@ -114,7 +114,7 @@ class Problem:
         return f"line {self.row}{f' (index {self.index})' if self.index else ''}: {self.what}"
 
 
-class Table(NamedTuple):
+class SampleTable(NamedTuple):
     """What a file of samples holds."""
 
     samples: list[Sample]
@@ -127,7 +127,7 @@ class _Bad(Exception):
     """A row cannot be used; the message says why."""
 
 
-def read_tsv(path: str | Path, *, image_root: str | Path | None = None, broken: Broken = "skip") -> Table:
+def read_tsv(path: str | Path, *, image_root: str | Path | None = None, broken: Broken = "skip") -> SampleTable:
     """Read a TSV in VLMEvalKit's layout.
 
     Parameters
@@ -174,10 +174,10 @@ def read_tsv(path: str | Path, *, image_root: str | Path | None = None, broken: 
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
     _resolve(samples, wanted, held, problems)
-    return Table(samples, problems.found, tuple(columns), digest.hexdigest())
+    return SampleTable(samples, problems.found, tuple(columns), digest.hexdigest())
 
 
-def read_jsonl(path: str | Path, *, image_root: str | Path | None = None, broken: Broken = "skip") -> Table:
+def read_jsonl(path: str | Path, *, image_root: str | Path | None = None, broken: Broken = "skip") -> SampleTable:
     """Read questions from a JSONL file, one object a line, with their pictures in a folder.
 
     Each object has ``image`` (a path, or a list of them), ``question``, ``answer`` or ``answers``; optionally ``index``
@@ -212,7 +212,7 @@ def read_jsonl(path: str | Path, *, image_root: str | Path | None = None, broken
                     problems.add(number, index, str(error))
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
-    return Table(samples, problems.found, tuple(columns), digest.hexdigest())
+    return SampleTable(samples, problems.found, tuple(columns), digest.hexdigest())
 
 
 def sample_of(cells: Mapping[str, str], images: tuple[Place, ...], row: int, index: str) -> Sample:
@@ -317,7 +317,7 @@ class _Finder:
         raise _Bad(f"there is no picture {name} in {', '.join(map(str, self.roots))}")
 
 
-def _header(path: Path, row: Row | None) -> list[str]:
+def _header(path: Path, row: TsvRow | None) -> list[str]:
     if row is None or row.spans is None:
         raise BadFile(f"{path} is empty or has no header line. Accepted: a TSV whose first line names its columns.")
     try:

@@ -39,7 +39,7 @@ BY = ("split", "l2-category", "category")  # columns whose values get an accurac
 
 
 @dataclass(frozen=True, eq=False)
-class Tally:
+class ScoreStats:
     """Sums over groups of samples, and how a score is made of them.
 
     Attributes
@@ -60,13 +60,13 @@ class Tally:
         """The score of all groups together."""
         return float(self.of(self.sums.sum(axis=0)))
 
-    def merged(self, labels: Sequence[str]) -> Tally:
+    def merged(self, labels: Sequence[str]) -> ScoreStats:
         """The same with groups of an equal label made one, to draw, say, whole images."""
         names = list(dict.fromkeys(labels))
         place = {name: row for row, name in enumerate(names)}
         sums = np.zeros((len(names), self.sums.shape[1]))
         np.add.at(sums, [place[label] for label in labels], self.sums)
-        return Tally(tuple(names), sums, self.of)
+        return ScoreStats(tuple(names), sums, self.of)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class Score:
     counts : mapping
         ``samples``, ``answered``, ``unanswered``, ``failed`` (the model raised), ``unparsed`` (no yes, no or option in
         the answer); these last three count as wrong. ``ignored``: answers to samples that the task does not have.
-    tally : Tally
+    tally : ScoreStats
     images : tuple of str
         Key of the image of each group of the tally.
     note : str
@@ -100,11 +100,11 @@ class Score:
     per_sample: Mapping[str, float]
     extracted: Mapping[str, str | None]
     counts: Mapping[str, int]
-    tally: Tally
+    tally: ScoreStats
     images: tuple[str, ...] = ()
     note: str = ""
 
-    def by_image(self) -> Tally:
+    def by_image(self) -> ScoreStats:
         """The tally with all questions about an image in one group, for intervals that draw whole images."""
         return self.tally.merged(self.images)
 
@@ -176,25 +176,25 @@ def yes_no(sample: Sample, text: str) -> tuple[float, str | None]:
     return float(said == sample.answers[0].strip().lower()), said
 
 
-def mean_score(marked: Marked) -> tuple[Tally, Parts]:
+def mean_score(marked: Marked) -> tuple[ScoreStats, Parts]:
     """The mean over samples, in per cent."""
     rows = [[marked.scores[sample.index], 1.0] for sample in marked.samples]
-    tally = Tally(tuple(sample.index for sample in marked.samples), _array(rows, 2), _percent)
+    tally = ScoreStats(tuple(sample.index for sample in marked.samples), _array(rows, 2), _percent)
     return tally, _by_columns(marked.samples, marked.scores)
 
 
-def circular(marked: Marked) -> tuple[Tally, Parts]:
+def circular(marked: Marked) -> tuple[ScoreStats, Parts]:
     """MMBench: a question counts if it was answered rightly in every rotation of its options."""
     groups = marked.groups()
     whole = {name: float(all(marked.scores[one.index] for one in group)) for name, group in groups.items()}
-    tally = Tally(tuple(groups), _array([[right, 1.0] for right in whole.values()], 2), _percent)
+    tally = ScoreStats(tuple(groups), _array([[right, 1.0] for right in whole.values()], 2), _percent)
     firsts = [group[0] for group in groups.values()]
     parts = _by_columns(firsts, {first.index: whole[first.group] for first in firsts})
     parts["each rotation by itself"] = 100 * float(np.mean(list(marked.scores.values())))
     return tally, parts
 
 
-def mme(marked: Marked) -> tuple[Tally, Parts]:
+def mme(marked: Marked) -> tuple[ScoreStats, Parts]:
     """MME: in each category the share of right questions plus the share of images with all questions right, times 100.
 
     The score is the sum over the 14 categories; perception and cognition are its two halves.
@@ -208,7 +208,7 @@ def mme(marked: Marked) -> tuple[Tally, Parts]:
         at = 4 * names.index(group[0].meta.get("category", ""))
         right = [marked.scores[one.index] for one in group]
         sums[row, at : at + 4] = sum(right), len(right), all(right), 1.0
-    tally = Tally(tuple(groups), sums, _mme_total)
+    tally = ScoreStats(tuple(groups), sums, _mme_total)
     total = sums.sum(axis=0)
     parts: Parts = {}
     for half, members in (("perception", PERCEPTION), ("cognition", COGNITION)):
@@ -221,7 +221,7 @@ def mme(marked: Marked) -> tuple[Tally, Parts]:
     return tally, {name: float(part) for name, part in parts.items()}
 
 
-def pope(marked: Marked) -> tuple[Tally, Parts]:
+def pope(marked: Marked) -> tuple[ScoreStats, Parts]:
     """POPE: F1 of "yes" over all questions, each counted once for every split that it belongs to.
 
     An answer that is neither yes nor no is no "yes" for F1 and wrong for the accuracy. ``f1 mean of splits`` is the
@@ -238,7 +238,7 @@ def pope(marked: Marked) -> tuple[Tally, Parts]:
         times = max(len(named), 1)
         sums[row, 0 if right and said else 1 if said else 2 if right else 3] = times
         answered[row] = times * marked.scores[sample.index], times
-    tally = Tally(tuple(sample.index for sample in marked.samples), sums, _f1)
+    tally = ScoreStats(tuple(sample.index for sample in marked.samples), sums, _f1)
     parts = _pope_parts(sums.sum(axis=0), answered.sum(axis=0))
     for name in sorted(splits):
         once = np.minimum(sums[splits[name]], 1).sum(axis=0)
@@ -249,7 +249,7 @@ def pope(marked: Marked) -> tuple[Tally, Parts]:
     return tally, parts
 
 
-def abilities(marked: Marked) -> tuple[Tally, Parts]:
+def abilities(marked: Marked) -> tuple[ScoreStats, Parts]:
     """MM-Vet: the mean of the judge's grades, and that of each ability, of which a question may need several."""
     tally, _ = mean_score(marked)
     parts: Parts = {}
@@ -268,7 +268,7 @@ def score_of(
     task: str,
     metric: str,
     marked: Marked,
-    total: Callable[[Marked], tuple[Tally, Parts]],
+    total: Callable[[Marked], tuple[ScoreStats, Parts]],
     counts: Mapping[str, int],
     note: str = "",
 ) -> Score:
@@ -288,7 +288,7 @@ def score_of(
 def unscored(task: str, metric: str, samples: Sequence[Sample], counts: Mapping[str, int], note: str) -> Score:
     """A score that could not be had, and why."""
     units = tuple(sample.index for sample in samples)
-    tally = Tally(units, np.full((len(units), 2), np.nan), _percent)
+    tally = ScoreStats(units, np.full((len(units), 2), np.nan), _percent)
     images = tuple(sample.image.key for sample in samples)
     return Score(task, metric, math.nan, {}, {}, {}, counts, tally, images, note)
 

@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torino.core.errors import BadParameter
-from torino.evaluation.scoring import Floats, Score, Tally
+from torino.evaluation.scoring import Floats, Score, ScoreStats
 
 DRAWS = 10_000
 LEVEL = 0.95
 _MOST = 4_000_000  # numbers drawn at a time
 
-Scored = Score | Tally
+Scored = Score | ScoreStats
 Scores = Mapping[str, Scored]
 
 
@@ -126,11 +126,11 @@ def relative_over_seeds(
     return OverSeeds(float(np.mean(values)), *_edges(drawn, level), level, values, _sd(values))
 
 
-def _tally(score: Scored) -> Tally:
+def _tally(score: Scored) -> ScoreStats:
     return score.tally if isinstance(score, Score) else score
 
 
-def _several(scores: Sequence[Scored]) -> list[Tally]:
+def _several(scores: Sequence[Scored]) -> list[ScoreStats]:
     if not scores:
         raise BadParameter("Give the scores of at least one seed.")
     return [_tally(score) for score in scores]
@@ -140,7 +140,7 @@ def _sd(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
-def _same_units(tallies: Sequence[Tally]) -> int:
+def _same_units(tallies: Sequence[ScoreStats]) -> int:
     for other in tallies[1:]:
         if other.units != tallies[0].units:
             raise BadParameter(
@@ -156,7 +156,7 @@ def _kinds(table: Floats) -> tuple[Floats, NDArray[np.int64]]:
     return rows, counts.astype(np.int64)
 
 
-def _bootstrap(tallies: Sequence[Tally], draws: int, rng: np.random.Generator) -> list[Floats]:
+def _bootstrap(tallies: Sequence[ScoreStats], draws: int, rng: np.random.Generator) -> list[Floats]:
     """Scores of ``draws`` samples of the groups, drawn with replacement, the same for all tallies."""
     if draws < 1:
         raise BadParameter(f"draws must be at least 1, got {draws}.")
@@ -173,7 +173,7 @@ def _bootstrap(tallies: Sequence[Tally], draws: int, rng: np.random.Generator) -
     return [np.concatenate(parts) for parts in drawn]
 
 
-def _exchanged(one: Tally, two: Tally, draws: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+def _exchanged(one: ScoreStats, two: ScoreStats, draws: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
     """Scores of the two after each group's sums changed sides, or not, by the toss of a coin."""
     _same_units([one, two])
     rows, counts = _kinds(one.sums - two.sums)

@@ -32,12 +32,12 @@ from torino.evaluation.benchmarks import (
     words,
 )
 from torino.evaluation.judge import NO_JUDGE, Grader, graded
-from torino.evaluation.samples import Broken, Problem, Sample, Table, read_jsonl, read_tsv
+from torino.evaluation.samples import Broken, Problem, Sample, SampleTable, read_jsonl, read_tsv
 
 TURN = 1_000_000  # between the indices of a question's rotations, in the TSV of MMBench
 
 _Each = Callable[[Sample, str], tuple[float, str | None]]
-_All = Callable[[scoring.Marked], tuple[scoring.Tally, scoring.Parts]]
+_All = Callable[[scoring.Marked], tuple[scoring.ScoreStats, scoring.Parts]]
 _RULES: dict[str, tuple[str, _Each, _All]] = {
     "exact": ("accuracy, exact match", scoring.exact_match, scoring.mean_score),
     "vqa": ("VQA soft accuracy", scoring.soft_accuracy, scoring.mean_score),
@@ -296,7 +296,7 @@ def read_answers(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _fitting(kind: Kind, table: Table, path: Path, broken: Broken) -> tuple[list[Sample], list[Problem]]:
+def _fitting(kind: Kind, table: SampleTable, path: Path, broken: Broken) -> tuple[list[Sample], list[Problem]]:
     """The samples that the rule can score, and all problems."""
     kept: list[Sample] = []
     problems = list(table.problems)

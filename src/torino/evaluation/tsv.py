@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 MOST = 32_000_000  # bytes of a row after its first line; beyond them a quote was left open
 
 
-class Row(NamedTuple):
+class TsvRow(NamedTuple):
     """One row, which may be several lines: a quoted cell can hold line breaks."""
 
     number: int  # of its first line, from 1
@@ -21,7 +21,7 @@ class Row(NamedTuple):
     spans: list[tuple[int, int]] | None  # of its cells, quotes included; None: a quote is left open
 
 
-def rows(file: IO[bytes]) -> Iterator[Row]:
+def rows(file: IO[bytes]) -> Iterator[TsvRow]:
     """The rows of a TSV. A row with an open quote is given as broken, and reading goes on at the next line."""
     number = start = 0
     waiting: list[bytes] = []  # lines that were read in search of a closing quote
@@ -44,7 +44,7 @@ def rows(file: IO[bytes]) -> Iterator[Row]:
             waiting.extend(reversed(taken[1:]))
             taken, raw = [first], first
         if raw.strip(b"\r\n"):
-            yield Row(number, start, raw, spans or None)
+            yield TsvRow(number, start, raw, spans or None)
         number += len(taken) - 1
         start += len(raw)
 

@@ -18,9 +18,9 @@ from torino.datasets.images import Padding, Picture, mean_colour, open_image, pr
 from torino.evaluation.protocol import takes
 from torino.reducers import Reducer, make
 from torino.sae.model import SAE
-from torino.vlm import Trace, open_clip_text, reduced
+from torino.vlm import Trace, load_clip_text, reduced
 from torino.vlm.adapters.base import ASKED, Positions
-from torino.vlm.session import PROMPTS, open_vlm
+from torino.vlm.session import PROMPTS, load_vlm
 from torino.vlm.towers import device_of
 
 Turn = Mapping[str, Any]
@@ -82,7 +82,7 @@ def build_reducer(spec: str, sae: str | None, budget: int | None, device: torch.
     return make(spec, **given)
 
 
-class Guest:
+class ChatModel:
     """A vision-language model that answers with fewer visual tokens.
 
     Parameters
@@ -135,10 +135,10 @@ class Guest:
                     f"{self.reducer.name} chooses patches by the question, so say which CLIP reads it: "
                     "clip=openai/clip-vit-large-patch14-336, which is that of LLaVA-1.5, or the folder of another."
                 )
-            self.asking = open_clip_text(clip, device=self.device, dtype=dtype)
+            self.asking = load_clip_text(clip, device=self.device, dtype=dtype)
         elif clip is not None:
             raise BadParameter(f"reducer={reducer} reads no question, so clip has no meaning for it. Leave it out.")
-        self.model, self.processor = open_vlm(pretrained, self.device, dtype)
+        self.model, self.processor = load_vlm(pretrained, self.device, dtype)
         self.processor.tokenizer.padding_side = "left"  # answers go on where the prompts end
         self.padding: Padding = padding
         self.positions: Positions = positions
@@ -153,7 +153,7 @@ class Guest:
 
     def __repr__(self) -> str:
         """Tell what answers, and behind what."""
-        return f"Guest({self.family} behind {self.reducer.spec if self.reducer else 'no reducer'})"
+        return f"ChatModel({self.family} behind {self.reducer.spec if self.reducer else 'no reducer'})"
 
     def summary(self) -> str:
         """Counts so far, in words."""

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from torino.core.errors import BadParameter, TorinoError
-from torino.integrations.chat import Guest, Turn, base_of, cut, interleaved
+from torino.integrations.chat import ChatModel, Turn, base_of, cut, interleaved
 
 LONGEST = 1024  # tokens of an answer where a task says nothing, as for the kit's own LLaVA
 ACCEPTED = (
@@ -31,7 +31,7 @@ ACCEPTED = (
 Base: Any = base_of("lmms_eval.api.model", "lmms")
 
 
-class Torino(Base):
+class TorinoChat(Base):
     """Answers conversations, as lmms-eval writes them for chat models.
 
     Parameters
@@ -44,7 +44,7 @@ class Torino(Base):
         Not used; the kit hands it to every model.
     **options
         ``reducer``, ``sae``, ``budget``, ``clip``, ``padding``, ``positions``, ``device``, ``dtype``, as for
-        :class:`torino.integrations.Guest`.
+        :class:`torino.integrations.ChatModel`.
     """
 
     is_simple: ClassVar[bool] = False
@@ -69,7 +69,7 @@ class Torino(Base):
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise BadParameter(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
         self.batch_size = int(batch_size)
-        self.guest = Guest(str(pretrained), **options)
+        self.guest = ChatModel(str(pretrained), **options)
 
     @property
     def device(self) -> Any:
@@ -128,7 +128,7 @@ class Torino(Base):
         return [_turn(message) for message in messages(self.task_dict[task][split][number])]
 
 
-class TorinoSimple(Torino):
+class TorinoSimple(TorinoChat):
     """The same for the kit's simple models (``--force_simple``): a text, and pictures where it marks their places."""
 
     is_simple: ClassVar[bool] = True
@@ -145,7 +145,7 @@ def manifest() -> Any:
     """What the entry point gives lmms-eval: a model called ``torino``, for conversations and for plain texts."""
     place = f"{__name__}."
     return import_module("lmms_eval.models.registry_v2").ModelManifest(
-        model_id="torino", simple_class_path=place + TorinoSimple.__name__, chat_class_path=place + Torino.__name__
+        model_id="torino", simple_class_path=place + TorinoSimple.__name__, chat_class_path=place + TorinoChat.__name__
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torino.core.errors import BadParameter, TorinoError
 from torino.evaluation.benchmarks import LETTER, LETTER_CHINESE
-from torino.integrations.chat import Guest, Turn, base_of
+from torino.integrations.chat import ChatModel, Turn, base_of
 
 PROMPTS = ("auto", "kit", "llava")
 LLAVA = ("llava", "llava_next")
@@ -26,7 +26,7 @@ DIRECTLY, DIRECTLY_CHINESE = "Answer the question directly.", "请直接回答�
 Base: Any = base_of("vlmeval.vlm.base", "BaseModel")
 
 
-class Torino(Base):
+class TorinoVLMEval(Base):
     """Answers messages of VLMEvalKit.
 
     Parameters
@@ -40,7 +40,7 @@ class Torino(Base):
         (``"llava"``), which ``"auto"`` takes for these families. Other questions are worded by the dataset.
     max_new_tokens : int
     reducer, sae, budget, clip, positions, device, dtype
-        As for :class:`torino.integrations.Guest`.
+        As for :class:`torino.integrations.ChatModel`.
     **generation
         ``temperature``, ``num_beams`` and the like; greedy without them.
     """
@@ -74,7 +74,7 @@ class Torino(Base):
         if padding not in ("auto", "crop", "square"):
             raise BadParameter(f"padding must be auto, crop or square, got {padding!r}.")
         super().__init__()
-        self.guest = Guest(
+        self.guest = ChatModel(
             model_path,
             reducer=reducer,
             sae=sae,
@@ -140,7 +140,7 @@ def register(name: str, model_path: str, **options: Any) -> None:
         raise TorinoError(f"VLMEvalKit cannot be imported here ({error}). Install it from its repository.") from error
     if name in table:
         raise BadParameter(f"VLMEvalKit has a model called {name!r} already. Choose another name.")
-    table[name] = partial(Torino, model_path=model_path, **options)
+    table[name] = partial(TorinoVLMEval, model_path=model_path, **options)
 
 
 def _there(value: Any) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torino.core.errors import BadParameter
-from torino.core.io import write_whole
+from torino.core.io import write_atomic
 from torino.interpret.sheet import Concept, Pictures, shrunk
 from torino.interpret.template import PAGE
 from torino.interpret.top_activations import Evidence
@@ -94,7 +94,7 @@ def write_page(
     def write(target: Path) -> None:
         target.write_text(filled, encoding="utf-8")
 
-    return write_whole(path, write)
+    return write_atomic(path, write)
 
 
 def neighbours_of(sae: SAE, latents: Sequence[int], near: int) -> dict[int, list[tuple[int, float]]]:

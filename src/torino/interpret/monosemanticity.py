@@ -10,7 +10,7 @@ from torch import Tensor
 from torino.core.errors import BadParameter, BadTokens
 from torino.core.tokens import check_matrix
 
-_NONE = 1e-12  # weight of all pairs, next to which a pair of photos at full strength weighs 2
+_NONE = 1e-12  # weight of all pairs, next to which a pair of photos at full strength proportional_attention 2
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torino.training.activations.extraction import hash_of_tower
 from torino.vlm.towers import Tower
 
 
-class Photos(Protocol):
+class PhotoReader(Protocol):
     """What :func:`torino.datasets.open_photos` gives."""
 
     fingerprint: str
@@ -30,7 +30,7 @@ class Looking:
 
     Parameters
     ----------
-    photos : Photos
+    photos : PhotoReader
     tower : Tower
         The one whose tokens the SAE reads.
     judge : Tower, optional
@@ -40,7 +40,9 @@ class Looking:
         See :func:`torino.datasets.images.prepare`.
     """
 
-    def __init__(self, photos: Photos, tower: Tower, judge: Tower | None = None, *, padding: Padding = "crop") -> None:
+    def __init__(
+        self, photos: PhotoReader, tower: Tower, judge: Tower | None = None, *, padding: Padding = "crop"
+    ) -> None:
         if not len(photos):
             raise BadParameter("There are no photos to look at. Give a folder or file that has some.")
         self.photos, self.tower, self.judge = photos, tower, judge

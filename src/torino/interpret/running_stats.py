@@ -26,7 +26,7 @@ def active(sae: SAE, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return patch, latent, value
 
 
-class Tally:
+class RunningStats:
     """How often and how strongly each latent fired, and the photos that fired it most, with all their patches."""
 
     def __init__(self, latents: int, keep: int, photos: int) -> None:

@@ -17,7 +17,7 @@ from torino.core.errors import BadFile, BadParameter, BadTokens
 from torino.core.io import read_arrays, write_arrays
 from torino.core.tokens import VisualTokens
 from torino.interpret.monosemanticity import Monosemanticity, Scores
-from torino.interpret.running_stats import Tally, active
+from torino.interpret.running_stats import RunningStats, active
 from torino.sae.model import SAE
 
 FORMAT = "torino-evidence/1"
@@ -333,7 +333,7 @@ class _Run:
 
     def __init__(self, sae: SAE, photos: Views, about: dict[str, str], keep: int, pool: Pool) -> None:
         self.sae, self.photos, self.about, self.pool = sae, photos, about, pool
-        self.tally = Tally(sae.latents, keep, len(photos))
+        self.tally = RunningStats(sae.latents, keep, len(photos))
         self.scores: Monosemanticity | None = None
         self.grids = torch.zeros(len(photos), 2, dtype=torch.int32)
         self.skipped: dict[int, str] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torino.reducers.base import Placed, Reducer, describe, get, make, names, register
+from torino.reducers.base import PositionMode, Reducer, describe, get, list_reducers, make, register
 from torino.reducers.cdpruner import CDPruner
 from torino.reducers.divprune import DivPrune
 from torino.reducers.folder import Folder
@@ -11,7 +11,7 @@ from torino.reducers.gtp import GTP
 from torino.reducers.gtp_tower import GTPTower
 from torino.reducers.hiprune import HiPrune
 from torino.reducers.hired import FasterVLM, HiRED
-from torino.reducers.in_tower import Passage, TowerReducer, WorksInside, inside_of
+from torino.reducers.in_tower import InTowerReducer, TowerReducer, TowerState, as_in_tower
 from torino.reducers.prumerge import PruMerge
 from torino.reducers.prumerge_plus import PruMergePlus
 from torino.reducers.prunesid import PruneSID
@@ -37,8 +37,8 @@ __all__ = [
     "GTPTower",
     "HiPrune",
     "HiRED",
-    "Passage",
-    "Placed",
+    "InTowerReducer",
+    "PositionMode",
     "PruMerge",
     "PruMergePlus",
     "PruneSID",
@@ -52,13 +52,13 @@ __all__ = [
     "TorinoSteps",
     "TorinoX",
     "TowerReducer",
+    "TowerState",
     "VisPruner",
     "VisionZip",
-    "WorksInside",
+    "as_in_tower",
     "describe",
     "get",
-    "inside_of",
+    "list_reducers",
     "make",
-    "names",
     "register",
 ]

@@ -177,7 +177,7 @@ def averaged(
 ) -> Reduction:
     """The matrix of a folded sequence: each token the mean of what it holds.
 
-    ``sizes`` (N,) weighs the mean where patches are tokens that stand for several already; ``log_size`` multiplies
+    ``sizes`` (N,) proportional_attention the mean where patches are tokens that stand for several already; ``log_size`` multiplies
     a token of n patches by 1 + ln n.
     """
     label, leader = folded.label.cpu(), folded.leader.cpu()

@@ -15,7 +15,7 @@ from torino.core.errors import BadParameter, BadTokens, unknown_name
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
 
-Placed = Literal["compact", "original"]
+PositionMode = Literal["compact", "original"]
 
 
 class Reducer(ABC):
@@ -28,14 +28,14 @@ class Reducer(ABC):
     """Its name in the registry."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Signals beyond the patches that it reads: ``"cls"``, ``"cls_attention"``, ``"keys"``."""
-    views_need: ClassVar[frozenset[str]] = frozenset()
+    view_needs: ClassVar[frozenset[str]] = frozenset()
     """Further signals that :meth:`plan_views` reads."""
     shares_views: ClassVar[bool] = False
     """Whether its budget is one for all views of an image, which :meth:`plan_views` shares out, not one for each."""
     inside: ClassVar[bool] = False
     """Whether it works inside a tower and ``needs`` signals of its blocks, see :mod:`torino.reducers.in_tower`."""
     always_shown: ClassVar[tuple[str, ...]] = ()
-    """Hyperparameters that its spec names even at their defaults."""
+    """Hyperparameters that its spec list_reducers even at their defaults."""
     emits_cls: ClassVar[bool] = False
     """Whether the CLS token is among its output, and so counts in its budget."""
     paper: ClassVar[str] = ""
@@ -88,12 +88,12 @@ class Reducer(ABC):
         return self.plan_batch([base, *(tile for tile in tiles if tile is not None)])
 
     @property
-    def placed(self) -> Placed:
+    def position_mode(self) -> PositionMode:
         """How its tokens are numbered in the prompt: anew, as most methods do it, or by the places they had."""
         return "compact"
 
     @property
-    def weighs(self) -> bool:
+    def proportional_attention(self) -> bool:
         """Whether its tokens are attended to as all the patches they stand for: not so, as most methods have it."""
         return False
 
@@ -154,7 +154,7 @@ def register(name: str) -> Callable[[Class], Class]:
     return add
 
 
-def names() -> list[str]:
+def list_reducers() -> list[str]:
     """Names of all registered reducers, sorted."""
     return sorted(_registry)
 
@@ -162,7 +162,7 @@ def names() -> list[str]:
 def get(name: str) -> type[Reducer]:
     """Return the class of a registered name."""
     if name not in _registry:
-        raise unknown_name("reducer", name, names())
+        raise unknown_name("reducer", name, list_reducers())
     return _registry[name]
 
 

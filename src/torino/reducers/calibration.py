@@ -11,7 +11,7 @@ from torch import Tensor
 from torino.core.concepts import ConceptEncoder, Rank
 from torino.core.errors import BadParameter
 from torino.core.grouping import Silent, group_by_overlap
-from torino.core.tokens import VisualTokens, pack_patches
+from torino.core.tokens import VisualTokens, ragged_patches
 from torino.reducers.torino_x import TIE, TorinoX
 
 
@@ -92,7 +92,7 @@ def calibrate(
     _check_target(target)
     if max_k < 1:
         raise BadParameter(f"max_k must be at least 1, got {max_k}.")
-    packed = pack_patches(tokens)
+    packed = ragged_patches(tokens)
     for image in tokens:
         sae.check_origin(image.origin, image.width)
     max_k = min(max_k, int(getattr(sae, "latents", packed.values.shape[1])))  # no more than there are

@@ -98,7 +98,7 @@ class CDPruner(Reducer):
                 raise BadParameter(f"theta must be at least 0 and below 1, got {self.theta!r}.")
             if self.relevance == "none":
                 raise BadParameter(
-                    f"theta weighs relevance, and relevance='none' has none; got theta={self.theta!r}. Leave theta out."
+                    f"theta proportional_attention relevance, and relevance='none' has none; got theta={self.theta!r}. Leave theta out."
                 )
         reads = ({"joint", "text"} if self.relevance == "text" else set[str]()) | ({self.space} - {"tap"})
         object.__setattr__(self, "needs", frozenset(reads))  # what this very reducer reads
@@ -128,7 +128,7 @@ class CDPruner(Reducer):
             raise MissingSignal(
                 "cdpruner chooses patches for a question, and these tokens do not carry one. Give its embedding in "
                 "CLIP's joint space as VisualTokens(..., signals={'text': ..., 'joint': ...}), as "
-                "torino.vlm.open_clip_text(name).signals(tokens, question) does, or set relevance='none' for a plain "
+                "torino.vlm.load_clip_text(name).signals(tokens, question) does, or set relevance='none' for a plain "
                 "DPP."
             )
         joint = read_signal(tokens, "joint", self.name, (len(tokens), None))

@@ -17,7 +17,7 @@ from torino.reducers._checks import check_choice, check_count, check_flag, check
 from torino.reducers._matching import Order
 from torino.reducers.base import register
 from torino.reducers.gtp import Graph, gtp_step, importance, token_graph
-from torino.reducers.in_tower import Passage, TowerReducer, check_finite, spread
+from torino.reducers.in_tower import TowerReducer, TowerState, check_finite, spread
 
 
 @register("gtp-tower")
@@ -97,7 +97,7 @@ class GTPTower(TowerReducer):
         check_finite(patches, "The embedded patches")
         return token_graph(patches, grid, self.graph, self.neighbours)
 
-    def reduce(self, passage: Passage, signals: Mapping[str, Tensor], r: int) -> tuple[Reduction, Tensor, Any]:
+    def reduce(self, passage: TowerState, signals: Mapping[str, Tensor], r: int) -> tuple[Reduction, Tensor, Any]:
         """Propagate the ``r`` least important tokens."""
         graph: Tensor = passage.memory
         important = importance(signals["attention"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torino.core.errors import BadParameter, BadTokens
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
-from torino.core.topk.exact import stable_top
+from torino.core.topk.exact import stable_topk
 from torino.reducers._checks import check_choice, check_count, check_number, read_signal, unmet
 from torino.reducers.base import Reducer, register
 
@@ -78,7 +78,7 @@ class HiRED(MostAttended):
     alpha: float = 0.5
     fidelity: Fidelity = "released"
 
-    views_need: ClassVar[frozenset[str]] = frozenset({"cls_attention@0"})
+    view_needs: ClassVar[frozenset[str]] = frozenset({"cls_attention@0"})
     shares_views: ClassVar[bool] = True
     paper: ClassVar[str] = "Arif et al., AAAI 2025, arXiv 2408.10945"
     original_licence: ClassVar[str] = "MIT"
@@ -199,7 +199,7 @@ def tile_budgets(
         raise unmet("hired", budget, sum(room), "its base view and tiles")
     summed = _summed(attention)
     content = torch.zeros(n, dtype=torch.int64)
-    content[stable_top(summed, int(n * (1 - alpha)))[0]] = 1
+    content[stable_topk(summed, int(n * (1 - alpha)))[0]] = 1
     if fidelity == "released":
         if n % count:
             raise BadParameter(
@@ -289,7 +289,7 @@ def _most_attended(tokens: VisualTokens, budget: int, order: Order, name: str, b
     attention = _summed(tokens.signal("cls_attention", name))
     if budget > len(tokens):
         raise unmet(name, budget, len(tokens), "its patches")
-    kept = stable_top(attention, budget)[0]
+    kept = stable_topk(attention, budget)[0]
     if order == "raster":
         kept = kept.sort().values
     return Reduction.pick(kept, tokens.grid, by, score=attention[kept])

@@ -2,7 +2,7 @@
 
 Whoever runs the tower keeps the tokens before the patches (CLS, registers) aside, calls :meth:`TowerReducer.begin`
 once for each image with what enters the first block, and between attention and MLP of every block up to the tap calls
-:meth:`Passage.advance` with the signals of that block; then :meth:`Passage.finish`. Each of these leaves in
+:meth:`TowerState.advance` with the signals of that block; then :meth:`TowerState.finish`. Each of these leaves in
 ``passage.step`` the small matrix to apply to the patches there and then, or None. ln(``passage.sizes``) belongs on the
 key side of the attention logits of the next block, where ``passage.proportional`` says so; all other tokens count 1.
 
@@ -32,7 +32,7 @@ Schedule = Literal["constant", "decreasing", "increasing"]
 
 
 @dataclass(frozen=True, eq=False)
-class Passage:
+class TowerState:
     """One image on its way through the blocks of a tower, after some of them; every call gives a new one.
 
     Attributes
@@ -74,7 +74,7 @@ class Passage:
         """Whether the attention of the block that comes next is to count tokens by their sizes."""
         return self.reducer.proportional and len(self.done) < self.done.patches
 
-    def advance(self, signals: Mapping[str, Tensor]) -> Passage:
+    def advance(self, signals: Mapping[str, Tensor]) -> TowerState:
         """Go through a block, of which the method sees what it ``needs``, of this image and without gradients.
 
         ``"head_keys"`` (T, d), ``"keys"`` and ``"queries"`` (T, D) of the patches; ``"attention"`` (H, P + T, T) that
@@ -86,7 +86,7 @@ class Passage:
         done = self.done.then(step)
         return replace(self, done=done, sizes=sizes, memory=memory, step=step, block=self.block + 1)
 
-    def finish(self) -> Passage:
+    def finish(self) -> TowerState:
         """Bring the tokens into the order that the method promises, and sign what was done."""
         done, step = replace(self.done, by=self.reducer.spec), None
         order = done.anchor.argsort()
@@ -114,18 +114,18 @@ class TowerReducer(Reducer):
         """How many tokens go in each of the blocks up to and including the tap, or UnmetBudget."""
 
     @abstractmethod
-    def reduce(self, passage: Passage, signals: Mapping[str, Tensor], r: int) -> tuple[Reduction, Tensor, Any]:
+    def reduce(self, passage: TowerState, signals: Mapping[str, Tensor], r: int) -> tuple[Reduction, Tensor, Any]:
         """Let ``r`` > 0 tokens go: the matrix on a grid of (1, T), the sizes after it, and what is carried along."""
 
     def remember(self, patches: Tensor, grid: tuple[int, int]) -> Any:
         """What to carry along, from the embedded patches (N, D) that enter the first block."""
 
-    def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> Passage:
+    def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> TowerState:
         """Take up one image, whose embedded patches (N, D) will go through so many blocks up to the tap."""
         removals = tuple(self.removals(len(patches), blocks, has_cls))
         sizes = torch.ones(len(patches), device=patches.device)
         memory = self.remember(patches, grid)
-        return Passage(self, removals, has_cls, Reduction.identity(grid, self.spec), sizes, memory)
+        return TowerState(self, removals, has_cls, Reduction.identity(grid, self.spec), sizes, memory)
 
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Say that finished tokens come too late."""
@@ -136,7 +136,7 @@ class TowerReducer(Reducer):
         )
 
 
-class WorksInside(Protocol):
+class InTowerReducer(Protocol):
     """What running a tower asks of a reducer that works inside it."""
 
     @property
@@ -149,14 +149,14 @@ class WorksInside(Protocol):
         """Name and hyperparameters."""
         ...
 
-    def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> Passage:
+    def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> TowerState:
         """Take up one image."""
         ...
 
 
-def inside_of(reducer: Reducer) -> WorksInside | None:
+def as_in_tower(reducer: Reducer) -> InTowerReducer | None:
     """The same reducer if it works inside a tower, and cannot plan finished tokens; otherwise None."""
-    return cast(WorksInside, reducer) if reducer.inside else None
+    return cast(InTowerReducer, reducer) if reducer.inside else None
 
 
 def spread(

@@ -15,7 +15,7 @@ from torino.core.errors import BadTokens, UnmetBudget
 from torino.core.ragged import offsets_of
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
-from torino.core.topk.exact import stable_top
+from torino.core.topk.exact import stable_topk
 from torino.reducers._checks import check_choice, check_count, check_flag, read_signal
 from torino.reducers.base import Reducer, register
 
@@ -89,7 +89,7 @@ class PruMerge(Reducer):
                 f"{self.name} cannot give {self.budget} tokens for an image of {n} patches: each centre is another "
                 "patch, and the extra token needs a patch that is no centre. Lower the budget."
             )
-        centres, roles = self.choose(attention, stable_top(attention, n)[0])
+        centres, roles = self.choose(attention, stable_topk(attention, n)[0])
         near, cosine = nearest(keys, centres, min(self.neighbours, n - 1))
         stands = _stand_in(near, cosine, n).scatter_(0, centres, torch.arange(len(centres)))
         if self.order == "raster":
@@ -154,7 +154,7 @@ def nearest(keys: Tensor, centres: Tensor, count: int) -> tuple[Tensor, Tensor]:
     near = near[:, :count]
     tied = values[:, count] == values[:, max(count - 1, 0)]
     if bool(tied.any()):  # only then does it matter which of equals topk took
-        near[tied] = stable_top(cosine[tied], count)[0]
+        near[tied] = stable_topk(cosine[tied], count)[0]
     near = near.sort(1).values
     return near.cpu(), cosine.gather(1, near).cpu()
 

@@ -17,7 +17,7 @@ from torino.core.concepts import ConceptEncoder, Concepts
 from torino.core.errors import UnmetBudget
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import stage
-from torino.core.tokens import VisualTokens, pack_patches
+from torino.core.tokens import VisualTokens, ragged_patches
 from torino.reducers._checks import check_choice, check_count, check_encoder
 from torino.reducers.base import Reducer, register
 
@@ -89,7 +89,7 @@ class SCTS(Reducer):
 
     def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
         """Plan several images with one pass of the SAE; each is then picked from alone."""
-        packed = pack_patches(images)
+        packed = ragged_patches(images)
         for tokens in images:
             self.sae.check_origin(tokens.origin, tokens.width)
             if self.budget > len(tokens):

@@ -16,7 +16,7 @@ from torino.core.reduction import Reduction
 from torino.reducers._checks import check_choice, check_count, check_flag, unmet
 from torino.reducers._matching import Order
 from torino.reducers.base import register
-from torino.reducers.in_tower import Passage, Schedule, TowerReducer, check_finite, spread
+from torino.reducers.in_tower import Schedule, TowerReducer, TowerState, check_finite, spread
 from torino.reducers.tome import merged_sizes, tome_step
 
 
@@ -88,7 +88,7 @@ class ToMeTower(TowerReducer):
             )
         return taken
 
-    def reduce(self, passage: Passage, signals: Mapping[str, Tensor], r: int) -> tuple[Reduction, Tensor, Any]:
+    def reduce(self, passage: TowerState, signals: Mapping[str, Tensor], r: int) -> tuple[Reduction, Tensor, Any]:
         """Merge ``r`` tokens by their keys."""
         keys = signals["head_keys"]
         check_finite(keys, f"The keys of block {passage.block}")

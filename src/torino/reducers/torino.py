@@ -21,7 +21,7 @@ from torino.core.grouping import Groups, Ints, Silent, group_by_overlap, shared_
 from torino.core.ragged import offsets_of
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import stage
-from torino.core.tokens import VisualTokens, pack_patches
+from torino.core.tokens import VisualTokens, ragged_patches
 from torino.reducers._checks import check_choice, check_count, check_encoder
 from torino.reducers.base import Reducer, register
 
@@ -79,7 +79,7 @@ class Torino(Reducer):
 
     def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
         """Plan all images at once: one pass of the SAE, one grouping."""
-        packed = pack_patches(images)
+        packed = ragged_patches(images)
         for tokens in images:
             self.sae.check_origin(tokens.origin, tokens.width)
         with stage("sae"):

@@ -20,7 +20,7 @@ from torino.core.timing import stage
 from torino.core.tokens import VisualTokens
 from torino.core.topk.exact import SILENT
 from torino.reducers._checks import check_choice, check_count, check_encoder
-from torino.reducers.base import Placed, Reducer, register
+from torino.reducers.base import PositionMode, Reducer, register
 from torino.reducers.torino_x import overlaps_of, share_of
 
 Floats = NDArray[np.float64]
@@ -77,7 +77,7 @@ class TorinoSteps(Reducer):
     scale: Scale = "log"
     padding: Padding = "peak"
     order: Order = "raster"
-    positions: Placed = "compact"
+    positions: PositionMode = "compact"
 
     always_shown: ClassVar[tuple[str, ...]] = ("k", "delta")
     paper: ClassVar[str] = "ours, docs/beyond.md"
@@ -95,14 +95,14 @@ class TorinoSteps(Reducer):
         if self.delta > self.k:
             raise BadParameter(f"delta must be between 1 and k={self.k}, got {self.delta}.")
         choices = {"split": Split, "survive": Survive, "stand": Stand, "scale": Scale, "padding": Padding}
-        for name, kind in {**choices, "order": Order, "positions": Placed}.items():
+        for name, kind in {**choices, "order": Order, "positions": PositionMode}.items():
             check_choice(name, getattr(self, name), kind)
         check_encoder(self.sae)
         if self.stand == "decoder" and hasattr(self.sae, "along") and getattr(self.sae, "W_dec", None) is None:
             raise BadParameter('stand="decoder" needs the decoder of the SAE. Load it with decoder=True.')
 
     @property
-    def placed(self) -> Placed:
+    def position_mode(self) -> PositionMode:
         """How its tokens are numbered in the prompt."""
         return self.positions
 

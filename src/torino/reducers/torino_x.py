@@ -19,9 +19,9 @@ from torino.core.grouping import Groups, Ints, shared_concepts
 from torino.core.ragged import offsets_of
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import stage
-from torino.core.tokens import VisualTokens, pack_patches
+from torino.core.tokens import VisualTokens, ragged_patches
 from torino.reducers._checks import check_choice, check_count, check_encoder, check_flag, check_number
-from torino.reducers.base import Placed, Reducer, register
+from torino.reducers.base import PositionMode, Reducer, register
 
 Order = Literal["raster", "native"]
 Pick = Literal["cover", "far", "place"]
@@ -94,7 +94,7 @@ class TorinoX(Reducer):
     evidence: Evidence = "peak"
     form: Form = "merge"
     order: Order = "raster"
-    positions: Placed = "original"
+    positions: PositionMode = "original"
     mass: bool = True
     rank: Rank = "activation"
 
@@ -124,18 +124,18 @@ class TorinoX(Reducer):
         check_choice("evidence", self.evidence, Evidence)
         check_choice("form", self.form, Form)
         check_choice("order", self.order, Order)
-        check_choice("positions", self.positions, Placed)
+        check_choice("positions", self.positions, PositionMode)
         check_flag("mass", self.mass)
         check_choice("rank", self.rank, Rank)
         check_encoder(self.sae)
 
     @property
-    def placed(self) -> Placed:
+    def position_mode(self) -> PositionMode:
         """How its tokens are numbered in the prompt."""
         return self.positions
 
     @property
-    def weighs(self) -> bool:
+    def proportional_attention(self) -> bool:
         """Whether its tokens are attended to as all the patches they stand for."""
         return self.mass
 
@@ -172,7 +172,7 @@ class TorinoX(Reducer):
         return (far if self.pick == "far" else cover)(overlap, self._weight(concepts), most, least)
 
     def _encode(self, images: Sequence[VisualTokens]) -> list[Concepts]:
-        packed = pack_patches(images)
+        packed = ragged_patches(images)
         for tokens in images:
             self.sae.check_origin(tokens.origin, tokens.width)
         with stage("sae"):

@@ -13,7 +13,7 @@ import torch
 from torino.core.errors import BadParameter
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
-from torino.core.topk.exact import stable_top
+from torino.core.topk.exact import stable_topk
 from torino.reducers._checks import check_choice, check_count, read_signal, unmet
 from torino.reducers._matching import Order, cosines
 from torino.reducers.base import Reducer, register
@@ -94,7 +94,7 @@ class VisionZip(Reducer):
         if self.budget > n + 1:
             raise unmet(self.name, self.budget, n + 1, f"its {n} patches and the CLS token")
         attention = attention.sum(0, dtype=torch.float64).float().cpu()
-        kept = stable_top(attention, dominant - 1)[0].sort().values
+        kept = stable_topk(attention, dominant - 1)[0].sort().values
         is_left = torch.ones(n, dtype=torch.bool)
         is_left[kept] = False
         left = is_left.nonzero()[:, 0]

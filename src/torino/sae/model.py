@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torino.core.concepts import Concepts, Rank
 from torino.core.errors import BadFile, BadParameter, SAEMismatch
 from torino.core.tokens import Origin, check_matrix
-from torino.core.topk.exact import SILENT, largest_row_norm, stable_top, strongest
-from torino.core.topk.prefilter import Keeper, Screen, Told, forget, screened
+from torino.core.topk.exact import SILENT, exact_topk, largest_row_norm, stable_topk
+from torino.core.topk.prefilter import PrefilterCache, Screen, SearchStats, forget, prefiltered_topk
 
 Kind = Literal["relu", "topk", "batchtopk", "matryoshka", "jumprelu"]
 Normalize = Literal["none", "layer_norm", "constant_norm"]
@@ -141,7 +141,7 @@ class SAE(nn.Module):
         self._norm: tuple[weakref.ref[Tensor], tuple[int, int, float], float] | None = None
         self.screen: Screen = "auto"
         self.home: Path | None = None
-        self._keeper = Keeper()
+        self._keeper = PrefilterCache()
 
     def __getstate__(self) -> dict[str, Any]:
         """What is worth keeping: a note about these very weights means nothing for a copy of them."""
@@ -200,13 +200,13 @@ class SAE(nn.Module):
     # ------------------------------------------------------------------ the four verbs
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return all latents, shape (..., C). For the strongest few, :meth:`top` needs far less memory."""
+        """Return all latents, shape (..., C). For the exact_topk few, :meth:`top` needs far less memory."""
         with torch.autocast(x.device.type, enabled=False):  # near-ties decide what is active
             v, _, _ = self._enter(x)
             z = torch.relu(v @ self.W_enc.T + self.b_enc)
         if self.kind == "topk":
             assert self.k is not None
-            index, value = stable_top(z, self.k)
+            index, value = stable_topk(z, self.k)
             return torch.zeros_like(z).scatter(-1, index, value)
         return z if self.threshold is None else z * (z > self.threshold)
 
@@ -235,9 +235,9 @@ class SAE(nn.Module):
         rank: Rank = "activation",
         screen: Screen | None = None,
         chunk: int | None = None,
-        told: list[Told] | None = None,
+        told: list[SearchStats] | None = None,
     ) -> Concepts:
-        """Return the ``k`` strongest latents of each token and its peak score, exactly, in little memory.
+        """Return the ``k`` exact_topk latents of each token and its peak score, exactly, in little memory.
 
         Parameters
         ----------
@@ -252,7 +252,7 @@ class SAE(nn.Module):
             :attr:`screen`. "int8" and "auto" need ``pip install torino[fast]`` on a CPU; see ``docs/fast.md``.
         chunk : int, optional
             Latents scored at a time; changes memory and speed, never the answer.
-        told : list of Told, optional
+        told : list of SearchStats, optional
             Takes what the screen left of each token, for those who measure; stays empty where none was taken.
         """
         _one_of("rank", rank, Rank)
@@ -270,9 +270,9 @@ class SAE(nn.Module):
             encoder = (v, self.W_enc, self.b_enc, keep, floor.clamp(min=0))
             ready = self._keeper.ready(self.W_enc, self.b_enc, self._state(), how, len(v), self.home)
             if ready is not None:
-                indices, values = screened(*encoder, *ready, chunk=chunk, told=told)
+                indices, values = prefiltered_topk(*encoder, *ready, chunk=chunk, told=told)
             else:
-                indices, values = strongest(*encoder, largest_norm=self._largest_norm(), chunk=chunk)
+                indices, values = exact_topk(*encoder, largest_norm=self._largest_norm(), chunk=chunk)
         if keep < k:
             indices = nn.functional.pad(indices, (0, k - keep), value=SILENT)
             values = nn.functional.pad(values, (0, k - keep))

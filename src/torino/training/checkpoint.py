@@ -18,14 +18,14 @@ from uuid import uuid4
 from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter
-from torino.core.io import read_arrays, read_json, write_arrays, write_json, write_whole
+from torino.core.io import read_arrays, read_json, write_arrays, write_atomic, write_json
 
 FORMAT = "torino-training/1"
 LOCK = ".lock"
 KEPT = 2
 
 
-class Records:
+class CheckpointStore:
     """The files of one run."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -131,7 +131,7 @@ class Records:
         def write(target: Path) -> None:
             target.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
-        write_whole(self.log, write)
+        write_atomic(self.log, write)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

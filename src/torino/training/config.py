@@ -1,4 +1,4 @@
-"""Recipe: everything that decides what a training run computes, in one record."""
+"""TrainConfig: everything that decides what a training run computes, in one record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAPER: dict[str, Any] = {"kind": "matryoshka", "k": 20, "steps": 110_000, "batch
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainConfig:
     """How an SAE is trained. Values left ``None`` follow from the others, see :meth:`settled`.
 
     Attributes
@@ -124,12 +124,12 @@ class Recipe:
         if not all(0 <= weight < math.inf for weight in self.weights) or not sum(self.weights) > 0:
             raise BadParameter(f"weights must be numbers of 0 or more and not all 0, got {self.weights}.")
 
-    def settled(self, width: int) -> Recipe:
+    def settled(self, width: int) -> TrainConfig:
         """Fill in what was left open, for rows of that width: the record that a run is saved and resumed with.
 
         Examples
         --------
-        >>> Recipe(steps=10_000).settled(1024).lr
+        >>> TrainConfig(steps=10_000).settled(1024).lr
         0.001
         """
         latents = self.latents or round(self.expansion * width)
@@ -181,7 +181,7 @@ class Recipe:
 
         Examples
         --------
-        >>> recipe = Recipe(steps=100, lr=1.0, warmup=4, decay_from=80).settled(64)
+        >>> recipe = TrainConfig(steps=100, lr=1.0, warmup=4, decay_from=80).settled(64)
         >>> [recipe.lr_at(step) for step in (0, 3, 50, 90, 99)]
         [0.25, 1.0, 1.0, 0.5, 0.05]
         """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadTokens
-from torino.training.config import Recipe
+from torino.training.config import TrainConfig
 from torino.training.objectives import Weights
 
 
@@ -39,7 +39,7 @@ class Scaling:
         )
 
 
-def scaling_of(rows: Tensor, recipe: Recipe) -> Scaling:
+def scaling_of(rows: Tensor, recipe: TrainConfig) -> Scaling:
     """Centre and scale, from the first rows: the mean square norm becomes 1."""
     centre = rows.double().mean(0).to(rows.dtype) if recipe.centre else rows.new_zeros(rows.shape[1])
     square = float((rows - centre).double().square().sum(1).mean())
@@ -48,7 +48,7 @@ def scaling_of(rows: Tensor, recipe: Recipe) -> Scaling:
     return Scaling(centre, square**0.5 if recipe.scale else 1.0)
 
 
-def first_weights(u: Tensor, recipe: Recipe) -> Weights:
+def first_weights(u: Tensor, recipe: TrainConfig) -> Weights:
     """Random unit directions, the encoder equal to the decoder, and the bias that the recipe names."""
     assert recipe.latents is not None
     generator = torch.Generator().manual_seed(recipe.seed)

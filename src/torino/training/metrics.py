@@ -64,7 +64,7 @@ class Measures:
         )
 
 
-class Tally:
+class LatentStats:
     """Sums from which :class:`Measures` follow, over the batches since the last reset."""
 
     def __init__(self, levels: int, width: int, latents: int, device: torch.device) -> None:
@@ -122,7 +122,7 @@ def measure(sae: SAE, batches: Iterable[Tensor]) -> Measures:
     if sae.W_dec is None or sae.normalize != "none":
         raise BadParameter("Only an SAE with its decoder, and without normalisation of its own, can be measured.")
     device = sae.W_enc.device
-    tally = Tally(len(sae.groups), sae.width, sae.latents, device)
+    tally = LatentStats(len(sae.groups), sae.width, sae.latents, device)
     edges = [0, *torch.tensor(sae.groups).cumsum(0).tolist()]
     step = max(1, CHUNK // sae.latents)
     for batch in batches:

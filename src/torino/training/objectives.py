@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torino.training.config import Recipe
+from torino.training.config import TrainConfig
 from torino.training.distributed import World
 from torino.training.sparse_codes import Code, above, pair_dots
 
@@ -81,7 +81,7 @@ class Objective:
 
     Parameters
     ----------
-    recipe : Recipe
+    recipe : TrainConfig
         A settled one.
     weights : Weights
         Read at every call; the trainer changes them in between.
@@ -96,7 +96,7 @@ class Objective:
         active latents, which decides between sparse and dense products. Negative before the first.
     """
 
-    def __init__(self, recipe: Recipe, weights: Weights, world: World | None = None) -> None:
+    def __init__(self, recipe: TrainConfig, weights: Weights, world: World | None = None) -> None:
         self.recipe, self.weights, self.world = recipe, weights, world or World()
         self.gradients = weights.zeros()
         self.hint, self._edge = -1.0, 0.0

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadParameter
-from torino.core.io import read_json, write_json, write_whole
+from torino.core.io import read_json, write_atomic, write_json
 from torino.sae.model import SAE
 from torino.training.activations.base import Activations
-from torino.training.config import Recipe
+from torino.training.config import TrainConfig
 from torino.training.distributed import World
 from torino.training.metrics import group_counts, measure
 from torino.training.trainer import Watch, train
@@ -28,7 +28,7 @@ SHARES = ("dead", "top_frequency")
 
 def sweep(
     activations: Activations,
-    recipe: Recipe,
+    recipe: TrainConfig,
     expansions: Sequence[float],
     folder: str | Path,
     *,
@@ -124,4 +124,4 @@ def _write(path: Path, text: str) -> None:
     def write(target: Path) -> None:
         target.write_text(text, encoding="utf-8")
 
-    write_whole(path, write)
+    write_atomic(path, write)

@@ -18,12 +18,12 @@ from torino.core.errors import BadParameter, BadTokens, TorinoError
 from torino.core.tokens import check_matrix
 from torino.sae.model import SAE, Kind, SAECard
 from torino.training.activations.base import Activations
-from torino.training.checkpoint import Records
-from torino.training.config import Recipe
+from torino.training.checkpoint import CheckpointStore
+from torino.training.config import TrainConfig
 from torino.training.distributed import World
 from torino.training.init import Scaling, first_weights, scaling_of
 from torino.training.logging import Log, open_logs
-from torino.training.metrics import Measures, Tally, measure
+from torino.training.metrics import LatentStats, Measures, measure
 from torino.training.objectives import Objective, Outcome, Weights
 from torino.version import __version__
 
@@ -40,7 +40,7 @@ class Trainer:
     Parameters
     ----------
     activations : Activations
-    recipe : Recipe
+    recipe : TrainConfig
     device : torch.device
     world : World, optional
     state : optional
@@ -50,7 +50,7 @@ class Trainer:
     def __init__(
         self,
         activations: Activations,
-        recipe: Recipe,
+        recipe: TrainConfig,
         *,
         device: torch.device | str = "cpu",
         world: World | None = None,
@@ -74,7 +74,7 @@ class Trainer:
         self.adam = torch.optim.Adam(list(self.weights.named().values()), betas=(0.9, 0.999), fused=True)
         latents = len(self.weights.W_enc)
         self.silent = torch.zeros(latents, dtype=torch.int64, device=self.device)
-        self.tally = Tally(len(recipe.groups()), activations.width, latents, self.device)
+        self.tally = LatentStats(len(recipe.groups()), activations.width, latents, self.device)
         if state is not None:
             self._load(tensors, state[1])
 
@@ -183,7 +183,7 @@ class Trained:
 
 def train(
     activations: Activations,
-    recipe: Recipe,
+    recipe: TrainConfig,
     folder: str | Path,
     *,
     device: torch.device | str = "cpu",
@@ -200,7 +200,7 @@ def train(
     ----------
     activations : Activations
         Where the rows come from.
-    recipe : Recipe
+    recipe : TrainConfig
     folder : str or Path
         Gets ``sae.safetensors`` and ``card.json`` at the end, and ``training/`` for what the run itself needs.
     name : str
@@ -218,11 +218,11 @@ def train(
     >>> from torino.training.activations.base import InMemory
     >>> rows = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     done = train(InMemory(rows), Recipe(expansion=4, k=4, steps=40, batch=128), folder)
+    ...     done = train(InMemory(rows), TrainConfig(expansion=4, k=4, steps=40, batch=128), folder)
     ...     SAE.load(folder).latents
     64
     """
-    world, records = world or World(), Records(folder)
+    world, records = world or World(), CheckpointStore(folder)
     if activations.rows == 0:
         raise BadTokens("The activations are empty: there is no row to learn from. Harvest some first.")
     recipe = recipe.settled(activations.width)
@@ -269,7 +269,7 @@ def _origin(activations: Activations) -> dict[str, Any]:
 
 
 def _loop(
-    trainer: Trainer, records: Records, logs: list[Log], log_every: int, save_every: int, watch: Watch | None
+    trainer: Trainer, records: CheckpointStore, logs: list[Log], log_every: int, save_every: int, watch: Watch | None
 ) -> None:
     recipe, first = trainer.recipe, trainer.world.first
     begin, since = time.perf_counter(), trainer.step
@@ -291,7 +291,7 @@ def _loop(
             watch(trainer.step, report)
 
 
-def _sentence(error: Exception, trainer: Trainer, records: Records) -> str:
+def _sentence(error: Exception, trainer: Trainer, records: CheckpointStore) -> str:
     kept = records.steps()
     where = f"the last checkpoint is {kept[-1]}" if kept else "there was no checkpoint yet"
     return (

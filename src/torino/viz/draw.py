@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torino.core.errors import BadFile, TorinoError
-from torino.core.io import write_whole
+from torino.core.io import write_atomic
 from torino.core.reduction import Reduction
 
 try:
@@ -149,7 +149,7 @@ def save_picture(picture: Image.Image, path: str | Path) -> Path:
     """Write a picture as PNG, JPEG or WebP by its ending, whole or not at all."""
     if Path(path).suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise BadFile(f"Cannot write the picture {path}: its ending must be .png, .jpg or .webp.")
-    return write_whole(path, lambda target: picture.save(target, quality=88))
+    return write_atomic(path, lambda target: picture.save(target, quality=88))
 
 
 def in_letters(text: str) -> str:

@@ -16,7 +16,7 @@ GREEN, LINE = (22, 120, 62), (214, 217, 221)
 
 
 @dataclass(frozen=True)
-class Told:
+class ComparedAnswer:
     """A reduction with what the model said: its method, the answer, and whether all tokens gave the same one."""
 
     heading: str
@@ -73,7 +73,7 @@ def draw_compare(
     photo: Image.Image | None,
     question: str,
     answer: str,
-    told: Sequence[Told],
+    told: Sequence[ComparedAnswer],
     *,
     side: int = 240,
     columns: int | None = None,
@@ -88,7 +88,7 @@ def draw_compare(
         As the tower saw it.
     question, answer : str
         The answer is that with all tokens.
-    told : sequence of Told
+    told : sequence of ComparedAnswer
         Of the same grid.
     side : int
         Of each picture.

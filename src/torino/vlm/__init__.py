@@ -1,27 +1,27 @@
-"""Host models: the only room that knows them. Needs transformers (``pip install "torino[vlm]"``)."""
+"""Adapter models: the only room that knows them. Needs transformers (``pip install "torino[vlm]"``)."""
 
 from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
 
-from torino.vlm.adapters.base import Host, families, host_of, serve
+from torino.vlm.adapters.base import Adapter, adapter_for, families, serve
 from torino.vlm.context import ReducedInputs, ReducingProcessor, apply, reduced, remove
-from torino.vlm.text_query import Asking, ClipText, open_clip_text
+from torino.vlm.text_query import ClipText, TextQuery, load_clip_text
 from torino.vlm.trace import Look, Trace
 
 __all__ = [
-    "Asking",
+    "Adapter",
     "ClipText",
-    "Host",
     "Look",
     "ReducedInputs",
     "ReducingProcessor",
+    "TextQuery",
     "Trace",
+    "adapter_for",
     "apply",
     "families",
-    "host_of",
-    "open_clip_text",
+    "load_clip_text",
     "reduced",
     "remove",
     "serve",
@@ -40,7 +40,7 @@ _HOSTS = {
 }
 
 
-def _load(place: str) -> type[Host]:
+def _load(place: str) -> type[Adapter]:
     module, name = place.split(".")
     return getattr(import_module(f"torino.vlm.adapters.{module}"), name)
 

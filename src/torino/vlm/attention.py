@@ -22,25 +22,25 @@ from torch import Tensor, nn
 from torino.core.errors import BadParameter
 from torino.core.reduction import Reduction
 from torino.reducers import Reducer
-from torino.vlm.adapters.base import Host
+from torino.vlm.adapters.base import Adapter
 from torino.vlm.hooks import placing
 
 READ = ("sdpa", "eager")  # attention of transformers that takes a mask between tokens
 
 
-def weigh(mass: bool | None, reducer: Reducer | None, host: Host) -> bool:
+def weigh(mass: bool | None, reducer: Reducer | None, host: Adapter) -> bool:
     """Whether tokens are given a mass: as the user says, or as the method has it where the model allows it."""
     if mass:
         problem = _problem(host)
         if problem:
             raise BadParameter(problem)
         return True
-    return mass is None and reducer is not None and reducer.weighs and not _problem(host)
+    return mass is None and reducer is not None and reducer.proportional_attention and not _problem(host)
 
 
-def _problem(host: Host) -> str:
+def _problem(host: Adapter) -> str:
     """Why tokens cannot be given a mass in a model; empty where they can."""
-    if not host.weighs:
+    if not host.proportional_attention:
         return (
             f"mass=True is not there for {type(host.model).__name__}: it is made for LLaVA-1.5's family, and in others "
             "images come in tiles, with tokens between them that stand for no patch, or it was not tried. Leave it out."

@@ -17,24 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from torino.core.errors import BadParameter
-from torino.reducers import Placed, Reducer
-from torino.vlm.adapters.base import Host, Positions, host_of, place
+from torino.reducers import PositionMode, Reducer
+from torino.vlm.adapters.base import Adapter, Positions, adapter_for, place
 from torino.vlm.attention import added_by_mass, attending, weigh
-from torino.vlm.generate import Caller
+from torino.vlm.generate import GenerateCall
 from torino.vlm.insertion import FILL, Side
-from torino.vlm.text_query import Asking, ClipText, Question, said
+from torino.vlm.text_query import ClipText, Question, TextQuery, said
 from torino.vlm.trace import Trace
 
 
 @dataclass(frozen=True)
-class Setting:
+class ActiveReduction:
     """How a model is being reduced, and where that is written down."""
 
     reducer: Reducer
-    host: Host
+    host: Adapter
     trace: Trace
-    positions: Placed = "compact"
-    asking: Asking | None = None
+    positions: PositionMode = "compact"
+    asking: TextQuery | None = None
     mass: bool = False
     over: threading.Event = field(default_factory=threading.Event)
     """Set when the block ends; tasks that outlive it carry on with the stock model."""
@@ -57,7 +57,7 @@ class Setting:
 
 
 # Which setting a thread (or task) uses for which model: a thread inside its own `with` never sees another's.
-_here: ContextVar[Mapping[int, Setting] | None] = ContextVar("torino_settings", default=None)
+_here: ContextVar[Mapping[int, ActiveReduction] | None] = ContextVar("torino_settings", default=None)
 _lock = threading.RLock()
 _DOOR = "_torino_door"
 
@@ -68,7 +68,7 @@ def reduced(
     reducer: Reducer,
     *,
     positions: Positions = "own",
-    asking: ClipText | Asking | None = None,
+    asking: ClipText | TextQuery | None = None,
     mass: bool | None = None,
 ) -> Generator[Trace]:
     """Let a model answer with fewer visual tokens inside the block, and leave no trace of it behind.
@@ -93,7 +93,7 @@ def reduced(
     reducer : Reducer
     positions : {"own", "compact", "original"}
         Number the remaining tokens as the reducer has it, or anew, or keep the positions they had in the full prompt.
-    asking : Asking, optional
+    asking : TextQuery, optional
         The question and who reads it, for reducers that choose patches by it: see :meth:`ClipText.about`.
     mass : bool, optional
         Let the language model attend to each token as to all the patches it stands for: see :mod:`torino.vlm.attention`.
@@ -124,7 +124,7 @@ def apply(
     reducer: Reducer,
     *,
     positions: Positions = "own",
-    asking: ClipText | Asking | None = None,
+    asking: ClipText | TextQuery | None = None,
     mass: bool | None = None,
 ) -> Trace:
     """Reduce a model's visual tokens until :func:`remove`, in all threads. Prefer :func:`reduced` where it fits."""
@@ -151,17 +151,17 @@ def _setting(
     model: nn.Module,
     reducer: Reducer,
     positions: Positions,
-    asking: ClipText | Asking | None = None,
+    asking: ClipText | TextQuery | None = None,
     mass: bool | None = None,
-) -> Setting:
+) -> ActiveReduction:
     if not isinstance(reducer, Reducer):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not type-check
         raise BadParameter(
             f"reducer must be a Reducer, such as torino.make('torino-m', sae=...), got {type(reducer).__name__}."
         )
     if isinstance(asking, ClipText):
         asking = asking.about()
-    host = host_of(model)
-    setting = Setting(reducer, host, Trace(), place(positions, reducer), asking, weigh(mass, reducer, host))
+    host = adapter_for(model)
+    setting = ActiveReduction(reducer, host, Trace(), place(positions, reducer), asking, weigh(mass, reducer, host))
     _ = setting.shrink  # made here, where nothing is being compiled yet
     return setting
 
@@ -210,7 +210,7 @@ class _Door:
 
     def __init__(self, model: nn.Module) -> None:
         self.users = 0
-        self.everywhere: Setting | None = None
+        self.everywhere: ActiveReduction | None = None
         runs = {"generate": _generate, "forward": _forward}
         self.methods = {
             name: _Method(model, getattr(model, name), run) for name, run in runs.items() if hasattr(model, name)
@@ -232,7 +232,7 @@ def _door(model: nn.Module) -> _Door | None:
     return model.__dict__.get(_DOOR)
 
 
-def _current(model: nn.Module) -> Setting | None:
+def _current(model: nn.Module) -> ActiveReduction | None:
     setting = (_here.get() or {}).get(id(model))
     if setting is not None and not setting.over.is_set():
         return setting
@@ -271,7 +271,7 @@ def _uninstall(model: nn.Module) -> None:
                 del model.__dict__[name]
 
 
-def _generate(setting: Setting, stock: Callable[..., Any], given: dict[str, Any]) -> Any:
+def _generate(setting: ActiveReduction, stock: Callable[..., Any], given: dict[str, Any]) -> Any:
     """Answer a reduced prompt, and give the caller his own back in front of the answer."""
     if given.get("inputs") is not None and given.get("input_ids") is None:
         given["input_ids"] = given.pop("inputs")
@@ -279,7 +279,7 @@ def _generate(setting: Setting, stock: Callable[..., Any], given: dict[str, Any]
     _check_cache(host, given)
     if given.get("inputs") is not None or not host.has_images(given):
         return stock(**given)
-    caller = Caller(host.model, given)
+    caller = GenerateCall(host.model, given)
     caller.check()
     with torch.no_grad():
         shrunk, added = setting.shrink(caller.inputs, "left")
@@ -291,7 +291,7 @@ def _generate(setting: Setting, stock: Callable[..., Any], given: dict[str, Any]
         return caller.receive(stock(**caller.translate(shrunk)))
 
 
-def _forward(setting: Setting, stock: Callable[..., Any], given: dict[str, Any]) -> Any:
+def _forward(setting: ActiveReduction, stock: Callable[..., Any], given: dict[str, Any]) -> Any:
     """Run the reduced prompt."""
     if not setting.host.has_images(given):
         return stock(**given)
@@ -313,7 +313,7 @@ def _with_padding(inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs | {name: nn.functional.pad(inputs[name], (1, 0), value=fill) for name, fill in along.items()}
 
 
-def _check_cache(host: Host, given: Mapping[str, Any]) -> None:
+def _check_cache(host: Adapter, given: Mapping[str, Any]) -> None:
     """Refuse to go on from a cache that holds a shorter prompt than the one given."""
     cache, ids = given.get("past_key_values"), given.get("input_ids")
     held = int(getattr(cache, "get_seq_length", int)())
@@ -374,7 +374,7 @@ class ReducingProcessor:
     positions : {"own", "compact", "original"}
         Number the remaining tokens as the reducer has it, or anew, or keep the positions they had in the full prompt.
         Inputs cannot say that a token has a mass, so tokens have none here.
-    asking : ClipText or Asking, optional
+    asking : ClipText or TextQuery, optional
         For reducers that choose patches by a question, which is that of :meth:`ClipText.about`, or that of a call
         (``question=``), or what the user said last in a conversation, or all words of the prompt.
 
@@ -391,7 +391,7 @@ class ReducingProcessor:
         reducer: Reducer,
         *,
         positions: Positions = "own",
-        asking: ClipText | Asking | None = None,
+        asking: ClipText | TextQuery | None = None,
     ) -> None:
         self.processor = processor
         self.setting = _setting(model, reducer, positions, asking)

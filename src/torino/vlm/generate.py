@@ -1,4 +1,4 @@
-"""Caller: one call of generate, whose caller speaks of his own prompt while a shorter one is answered."""
+"""GenerateCall: one call of generate, whose caller speaks of his own prompt while a shorter one is answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torino.core.errors import BadParameter
 
 
-class Caller:
+class GenerateCall:
     """One call of generate: what its caller says and means of his own prompt, translated to the reduced one."""
 
     def __init__(self, model: nn.Module, given: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 Hooks on the blocks and on their query and key projections take what is wanted as it passes; as soon as all of it is
 there the tower is stopped. The tower keeps its own attention kernels: the CLS row of an attention map is worked out
-from the captured queries and keys. Hooks heed only the thread that placed them, so threads may share a tower.
+from the captured queries and keys. Hooks heed only the thread that position_mode them, so threads may share a tower.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ placing = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class TowerLayout:
     """Where things are in a tower.
 
     Attributes
@@ -63,7 +63,7 @@ class Anatomy:
 
 
 @dataclass(frozen=True)
-class Tapped:
+class CapturedFeatures:
     """What was captured: ``states`` (images, tokens, D) after the tap block, and signals by name, one row per image."""
 
     states: Tensor
@@ -75,7 +75,7 @@ class Tapped:
         return None if values is None else values[image]
 
 
-def anatomy(tower: nn.Module) -> Anatomy:
+def tower_layout(tower: nn.Module) -> TowerLayout:
     """Find the parts of a CLIP, SigLIP, SigLIP2 or DINOv2 tower (with or without registers)."""
     config: Any = tower.config
     kind = str(getattr(config, "model_type", type(tower).__name__))
@@ -84,7 +84,7 @@ def anatomy(tower: nn.Module) -> Anatomy:
     inner: Any = getattr(tower, "vision_model", tower)
     if kind in ("clip_vision_model", "clip", "siglip_vision_model", "siglip", "siglip2_vision_model", "siglip2"):
         has_cls = kind.startswith("clip")
-        return Anatomy(
+        return TowerLayout(
             blocks=inner.encoder.layers,
             prefix=int(has_cls),
             has_cls=has_cls,
@@ -94,7 +94,7 @@ def anatomy(tower: nn.Module) -> Anatomy:
             name=name,
         )
     if kind in ("dinov2", "dinov2_with_registers"):
-        return Anatomy(
+        return TowerLayout(
             blocks=inner.encoder.layer if hasattr(inner.encoder, "layer") else inner.encoder.layers,
             prefix=1 + int(getattr(config, "num_register_tokens", 0)),
             has_cls=True,
@@ -109,13 +109,15 @@ def anatomy(tower: nn.Module) -> Anatomy:
     )
 
 
-def tap(tower: nn.Module, parts: Anatomy, block: int, needs: frozenset[str], run: Callable[[], object]) -> Tapped:
+def tap(
+    tower: nn.Module, parts: TowerLayout, block: int, needs: frozenset[str], run: Callable[[], object]
+) -> CapturedFeatures:
     """Run a tower until everything wanted is captured.
 
     Parameters
     ----------
     tower, parts
-        The tower and its anatomy.
+        The tower and its tower_layout.
     block : int
         Zero-based block whose output is tapped; −1 is what enters the first block.
     needs : frozenset of str
@@ -147,13 +149,13 @@ def tap(tower: nn.Module, parts: Anatomy, block: int, needs: frozenset[str], run
         )
     caught = catcher.caught
     if not wanted:
-        return Tapped(caught["states"], {})
+        return CapturedFeatures(caught["states"], {})
     with stage("signals"):
         signals = {name: _signal(_kind(name), site, caught, parts) for name, site in wanted.items()}
-    return Tapped(caught["states"], signals)
+    return CapturedFeatures(caught["states"], signals)
 
 
-def _is_checkpointing(parts: Anatomy) -> bool:
+def _is_checkpointing(parts: TowerLayout) -> bool:
     """Whether blocks run inside a checkpoint, which gives a tensor its gradient only once the block has ended."""
     block = parts.blocks[0]
     return torch.is_grad_enabled() and block.training and bool(getattr(block, "gradient_checkpointing", False))
@@ -193,7 +195,7 @@ class Catcher:
 
 
 @torch.no_grad()
-def _signal(kind: str, site: int, caught: dict[str, Tensor], parts: Anatomy) -> Tensor:
+def _signal(kind: str, site: int, caught: dict[str, Tensor], parts: TowerLayout) -> Tensor:
     """Work a signal out of captured projections, in float32, the tokens before the patches cut off."""
     if kind in ("keys", "queries"):
         return caught[f"{SIGNALS[kind][0]}@{site}"][:, parts.prefix :].detach().float()
@@ -221,7 +223,7 @@ def _kind(name: str) -> str:
     return name.partition("@")[0]
 
 
-def _site(name: str, block: int, blocks: int, parts: Anatomy) -> int:
+def _site(name: str, block: int, blocks: int, parts: TowerLayout) -> int:
     kind, at, where = name.partition("@")
     if kind not in (*SIGNALS, "cls") or (kind == "cls" and at):
         raise MissingSignal(

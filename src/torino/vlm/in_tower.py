@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torino.core.errors import MissingSignal, TorinoError
 from torino.core.reduction import ReductionBatch
 from torino.core.timing import stage
-from torino.reducers import Passage, WorksInside
-from torino.vlm.hooks import Anatomy, Catcher, tap
+from torino.reducers import InTowerReducer, TowerState
+from torino.vlm.hooks import Catcher, TowerLayout, tap
 
 # The modules of both halves of a block, each in the order it is run, for CLIP and SigLIP, and for DINOv2. The second of
 # the first half is the attention.
@@ -32,7 +32,7 @@ HALVES = (
     (("layer_norm1", "self_attn"), ("layer_norm2", "mlp")),
     (("norm1", "attention", "layer_scale1", "drop_path"), ("norm2", "mlp", "layer_scale2", "drop_path")),
 )
-# Which projections the signals of a block are worked out of; shapes are those of Passage.advance.
+# Which projections the signals of a block are worked out of; shapes are those of TowerState.advance.
 SIGNALS = {"head_keys": ("key",), "keys": ("key",), "queries": ("query",), "attention": ("query", "key")}
 # Attention that adds a mask to its logits.
 ADDS = ("sdpa", "eager")
@@ -55,11 +55,11 @@ class Passed:
     plans: ReductionBatch
 
 
-def pass_through(
+def run_in_tower(
     tower: nn.Module,
-    parts: Anatomy,
+    parts: TowerLayout,
     block: int,
-    reducer: WorksInside,
+    reducer: InTowerReducer,
     grid: tuple[int, int],
     run: Callable[[], object],
 ) -> Passed:
@@ -68,7 +68,7 @@ def pass_through(
     Parameters
     ----------
     tower, parts
-        A CLIP, SigLIP or DINOv2 tower and its anatomy.
+        A CLIP, SigLIP or DINOv2 tower and its tower_layout.
     block : int
         Zero-based block whose output is tapped; −1 is what enters the first block.
     reducer : TowerReducer, or what poses as one
@@ -111,14 +111,14 @@ def pass_through(
 
 @torch.no_grad()
 def _advance(
-    passages: Sequence[Passage],
+    passages: Sequence[TowerState],
     needs: frozenset[str],
     caught: Mapping[str, Tensor],
-    parts: Anatomy,
+    parts: TowerLayout,
     mask: Tensor | None,
-) -> list[Passage]:
+) -> list[TowerState]:
     """One step of every image; the signals of one are gone before those of the next are made."""
-    moved: list[Passage] = []
+    moved: list[TowerState] = []
     for image, passage in enumerate(passages):
         signals: dict[str, Tensor] = {}
         if passage.due:
@@ -131,7 +131,7 @@ def _advance(
     return moved
 
 
-def _signal(need: str, shown: Mapping[str, Tensor], parts: Anatomy, bias: Tensor | None) -> Tensor:
+def _signal(need: str, shown: Mapping[str, Tensor], parts: TowerLayout, bias: Tensor | None) -> Tensor:
     """A signal of one image, from its queries and keys of shape (P + T, width)."""
     if need in ("keys", "queries"):
         return shown[SIGNALS[need][0]][parts.prefix :]
@@ -144,13 +144,13 @@ def _signal(need: str, shown: Mapping[str, Tensor], parts: Anatomy, bias: Tensor
         return (logits if bias is None else logits + bias).softmax(-1)[:, :, parts.prefix :]
 
 
-def _mask(passages: Sequence[Passage], states: Tensor, prefix: int) -> Tensor:
+def _mask(passages: Sequence[TowerState], states: Tensor, prefix: int) -> Tensor:
     """ln(size) for each key, shape (images, 1, 1, tokens)."""
     sizes = torch.stack([passage.sizes.log() for passage in passages])
     return nn.functional.pad(sizes, (prefix, 0))[:, None, None].to(states)
 
 
-def _apply(passages: Sequence[Passage], states: Tensor, prefix: int) -> Tensor:
+def _apply(passages: Sequence[TowerState], states: Tensor, prefix: int) -> Tensor:
     """What the last call of the passages did, done to the patches of a batch."""
     steps = [passage.step for passage in passages if passage.step is not None]
     if not steps:
@@ -187,11 +187,11 @@ def _halves(block: nn.Module, tower: nn.Module) -> tuple[tuple[str, ...], tuple[
     )
 
 
-def _check_attention(tower: nn.Module, reducer: WorksInside) -> None:
+def _check_attention(tower: nn.Module, reducer: InTowerReducer) -> None:
     kind = str(getattr(tower.config, "_attn_implementation", None) or "eager")
     if kind not in ADDS:
         raise TorinoError(
-            f"{reducer.spec} weighs tokens by their size in the attention of the tower, and {kind} takes no such mask. "
+            f"{reducer.spec} proportional_attention tokens by their size in the attention of the tower, and {kind} takes no such mask. "
             'Load the model with attn_implementation="sdpa", or give the reducer proportional=False.'
         )
 

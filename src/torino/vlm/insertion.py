@@ -21,7 +21,7 @@ FILL = {"attention_mask": 0, "labels": -100, "token_type_ids": 0, "mm_token_type
 
 
 @dataclass(frozen=True)
-class Repacked:
+class ShortenedPrompt:
     """A prompt of its final length.
 
     Attributes
@@ -48,7 +48,7 @@ class Repacked:
         return torch.stack(rows)
 
 
-def repack(
+def shorten_prompt(
     inputs: Mapping[str, Any],
     image_token: int,
     full: Sequence[int],
@@ -56,7 +56,7 @@ def repack(
     *,
     side: Side | None = None,
     pad: int = 0,
-) -> Repacked:
+) -> ShortenedPrompt:
     """Shrink a prompt to the tokens that its images have left.
 
     Parameters
@@ -78,7 +78,7 @@ def repack(
     Examples
     --------
     >>> ids = torch.tensor([[7, 9, 9, 9, 9, 5], [0, 0, 0, 0, 8, 5]])
-    >>> done = repack({"input_ids": ids, "attention_mask": (ids > 0).long()}, 9, [4], [torch.tensor([0, 2])])
+    >>> done = shorten_prompt({"input_ids": ids, "attention_mask": (ids > 0).long()}, 9, [4], [torch.tensor([0, 2])])
     >>> done.inputs["input_ids"].tolist(), [row.tolist() for row in done.kept]
     ([[7, 9, 9, 5], [0, 0, 8, 5]], [[0, 1, 3, 5], [4, 5]])
     """
@@ -102,14 +102,14 @@ def repack(
             )
     along["attention_mask"] = mask
     kept = _kept_positions(ids, mask.bool(), image_token, full, slots)
-    done = Repacked({}, kept, side or _side(mask))
+    done = ShortenedPrompt({}, kept, side or _side(mask))
 
     def shrunk(value: Tensor, fill: int) -> Tensor:
         return done.spread([row[at.to(row.device)] for row, at in zip(value, kept, strict=True)], fill)
 
     packed = {name: shrunk(value, FILL[name]) for name, value in along.items()}
     packed["input_ids"] = shrunk(ids, pad)
-    return Repacked(packed, kept, done.side)
+    return ShortenedPrompt(packed, kept, done.side)
 
 
 def _kept_positions(

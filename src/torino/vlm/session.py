@@ -19,8 +19,8 @@ from torino.core.errors import BadFile, BadParameter, TorinoError
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
 from torino.datasets.images import Padding, Picture, as_seen, mean_colour, open_image, prepare
-from torino.reducers import Passage, Placed, Reducer
-from torino.vlm import Asking, ClipText, Trace, families, host_of, reduced
+from torino.reducers import PositionMode, Reducer, TowerState
+from torino.vlm import ClipText, TextQuery, Trace, adapter_for, families, reduced
 from torino.vlm.adapters.base import Positions
 from torino.vlm.towers import device_of, dtype_of, fetch, local_name, transformers
 
@@ -119,7 +119,7 @@ class Answer:
         return told
 
 
-def open_vlm(
+def load_vlm(
     name_or_path: str | os.PathLike[str], device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None
 ) -> tuple[Any, Any]:
     """Open a vision-language model and its processor, by hub name or folder.
@@ -127,7 +127,7 @@ def open_vlm(
     Parameters
     ----------
     name_or_path, device, dtype
-        As for :func:`torino.vlm.towers.open_tower`. ``"lab"`` is the small model that comes with torino, see
+        As for :func:`torino.vlm.towers.load_tower`. ``"lab"`` is the small model that comes with torino, see
         :func:`torino_lab.model.lab_folder`; write ``./lab`` for a folder of that name. A folder that
         ``scripts/train_lab.py`` wrote is put together in the same way.
 
@@ -146,7 +146,7 @@ def open_vlm(
     name = local_name(name_or_path if trained is None else lab_folder(trained))
     config = fetch(library.AutoConfig.from_pretrained, name, "config.json")
     if config.model_type not in families():
-        host_of(cast(nn.Module, SimpleNamespace(config=config)))  # says so, before gigabytes are fetched
+        adapter_for(cast(nn.Module, SimpleNamespace(config=config)))  # says so, before gigabytes are fetched
     processor = fetch(library.AutoProcessor.from_pretrained, name, "processor")
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         raise BadFile(
@@ -169,7 +169,7 @@ def open_vlm(
 
 
 def check_vlm(name_or_path: str | os.PathLike[str]) -> None:
-    """Say at once what :func:`open_vlm` would say of the name alone."""
+    """Say at once what :func:`load_vlm` would say of the name alone."""
     if lab_source(name_or_path) is None:
         local_name(name_or_path)
 
@@ -196,7 +196,7 @@ def ask(
     image : path, bytes, PIL image, or a sequence of them
     question : str
     model, processor
-        As :func:`open_vlm` gives them, or loaded by hand. Nothing of them is changed.
+        As :func:`load_vlm` gives them, or loaded by hand. Nothing of them is changed.
     reducer : Reducer, optional
         Without one the model gets all tokens.
     padding : {"crop", "square"}
@@ -211,7 +211,7 @@ def ask(
         See :func:`torino.vlm.reduced`, as for positions.
     asking : ClipText, optional
         Reads the question for reducers that choose patches by it, such as ``cdpruner``; by the bare question, without
-        the words that the prompt puts around it. See :func:`torino.vlm.open_clip_text`.
+        the words that the prompt puts around it. See :func:`torino.vlm.load_clip_text`.
     **generation
         Passed to ``model.generate``. By default answers are greedy (``do_sample=False``): the same each time.
     """
@@ -265,9 +265,9 @@ class KeepShare(Reducer):
         return self.inner.needs
 
     @property
-    def views_need(self) -> frozenset[str]:  # type: ignore[override]
+    def view_needs(self) -> frozenset[str]:  # type: ignore[override]
         """What it needs besides where there are tiles."""
-        return self.inner.views_need
+        return self.inner.view_needs
 
     @property
     def shares_views(self) -> bool:  # type: ignore[override]
@@ -275,14 +275,14 @@ class KeepShare(Reducer):
         return self.inner.shares_views
 
     @property
-    def placed(self) -> Placed:
+    def position_mode(self) -> PositionMode:
         """How its tokens are numbered."""
-        return self.inner.placed
+        return self.inner.position_mode
 
     @property
-    def weighs(self) -> bool:
+    def proportional_attention(self) -> bool:
         """Whether its tokens are attended to as all the patches they stand for: as the other has it."""
-        return self.inner.weighs
+        return self.inner.proportional_attention
 
     @property
     def shares_batch(self) -> bool:
@@ -294,7 +294,7 @@ class KeepShare(Reducer):
         """Whether the reducer works inside a tower."""
         return self.inner.inside
 
-    def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> Passage:
+    def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> TowerState:
         """Take up one image inside a tower."""
         budget = max(1, round(self.share * len(patches)))
         return replace(cast(Any, self.inner), budget=budget).begin(patches, grid, blocks, has_cls)
@@ -331,7 +331,7 @@ class _Asked:
     prompt: str
     padding: Padding
     generation: dict[str, Any]
-    about: Asking | None = None
+    about: TextQuery | None = None
     mass: bool | None = None
 
     def answer(self, length: int, reducer: Reducer | None = None, positions: Positions = "own") -> Answer:

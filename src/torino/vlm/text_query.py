@@ -11,7 +11,7 @@ patches to where both halves meet, and gives two signals that no vision tower ha
 
 ::
 
-    clip = open_clip_text("openai/clip-vit-large-patch14-336")
+    clip = load_clip_text("openai/clip-vit-large-patch14-336")
     reducer = make("cdpruner", budget=64)
     with reduced(model, reducer, asking=clip.about("What is on the table?")):
         model.generate(**inputs)
@@ -38,7 +38,7 @@ from torch.nn.functional import layer_norm, linear
 from torino.core.errors import BadFile, BadParameter, BadTokens, MissingSignal, TorinoError
 from torino.core.tokens import VisualTokens
 from torino.reducers._checks import check_choice
-from torino.vlm.adapters.base import Host, Sight
+from torino.vlm.adapters.base import Adapter, EncodedImages
 
 Segments = Literal["released", "closed"]
 Question = str | Sequence[str]
@@ -46,7 +46,7 @@ Question = str | Sequence[str]
 SHAPE = ("hidden_size", "num_hidden_layers", "patch_size", "image_size")
 
 
-def open_clip_text(
+def load_clip_text(
     name_or_path: str | os.PathLike[str],
     *,
     segments: Segments = "released",
@@ -63,7 +63,7 @@ def open_clip_text(
     segments
         As for :class:`ClipText`.
     device, dtype
-        As for :func:`torino.vlm.towers.open_tower`.
+        As for :func:`torino.vlm.towers.load_tower`.
 
     Raises
     ------
@@ -105,7 +105,7 @@ class ClipText:
     Parameters
     ----------
     model : CLIPModel
-        A loaded one, which is left as it is; see :func:`open_clip_text`. Its vision blocks are not used.
+        A loaded one, which is left as it is; see :func:`load_clip_text`. Its vision blocks are not used.
     tokenizer : tokenizer of CLIP, or a processor that has one
     segments : {"released", "closed"}
         How a question of more than 77 tokens is parted. The release of CDPruner cuts start, words and end into runs of
@@ -129,7 +129,7 @@ class ClipText:
         if not all(hasattr(model, part) for part in ("text_model", "visual_projection", "vision_model")):
             raise BadParameter(
                 f"ClipText reads with a CLIPModel, which has both halves and their projections, got "
-                f"{type(model).__name__}. Open one with open_clip_text(name)."
+                f"{type(model).__name__}. Open one with load_clip_text(name)."
             )
         self.model: Any = model
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
@@ -191,7 +191,7 @@ class ClipText:
 
     # ------------------------------------------------------------------ inside a model
 
-    def about(self, question: Question | None = None, *, prompts: Any = None) -> Asking:
+    def about(self, question: Question | None = None, *, prompts: Any = None) -> TextQuery:
         """Say what images are asked about, for ``reduced(model, reducer, asking=...)``.
 
         Parameters
@@ -201,11 +201,11 @@ class ClipText:
         prompts : tokenizer or processor of the model, optional
             Where no question is given it is read off each prompt: all words, without placeholders and special tokens.
         """
-        return Asking(self, question, prompts)
+        return TextQuery(self, question, prompts)
 
 
 @dataclass(frozen=True)
-class Asking:
+class TextQuery:
     """A question, or where to read it, and who reads it. See :meth:`ClipText.about`."""
 
     clip: ClipText
@@ -219,13 +219,13 @@ class Asking:
         if asked is not None and not isinstance(asked, str) and not is_list:
             raise BadParameter(f"A question must be a text, or a list with one for each prompt, got {asked!r:.60}.")
 
-    def or_prompts(self, processor: Any, question: Question | None = None) -> Asking:
+    def or_prompts(self, processor: Any, question: Question | None = None) -> TextQuery:
         """The same, with a question of one call, and with a processor that can read prompts if nothing is said."""
         asked = self.question if question is None else question
         return replace(self, question=asked, prompts=processor if self.prompts is None else self.prompts)
 
     @torch.no_grad()
-    def add(self, host: Host, sight: Sight, inputs: Mapping[str, Any]) -> Sight:
+    def add(self, host: Adapter, sight: EncodedImages, inputs: Mapping[str, Any]) -> EncodedImages:
         """Give every unit the signals of the question that its prompt asks."""
         self._check_tower(host)
         questions = self._questions(inputs, host.image_token)
@@ -261,7 +261,7 @@ class Asking:
             for row, is_word in zip(ids, real, strict=True)
         ]
 
-    def _check_tower(self, host: Host) -> None:
+    def _check_tower(self, host: Adapter) -> None:
         """Refuse a model whose tower this CLIP does not know."""
         theirs, mine = getattr(host.config, "vision_config", None), self.clip.vision
         kind = str(getattr(theirs, "model_type", "none"))

@@ -22,9 +22,9 @@ from torino.core.errors import BadFile, BadParameter, MissingSignal, TorinoError
 from torino.core.reduction import Reduction
 from torino.core.tokens import Origin, VisualTokens
 from torino.datasets.images import Padding, Picture, mean_colour, open_image, prepare
-from torino.reducers import Reducer, WorksInside, inside_of
-from torino.vlm.hooks import Anatomy, Tapped, anatomy, tap
-from torino.vlm.in_tower import pass_through
+from torino.reducers import InTowerReducer, Reducer, as_in_tower
+from torino.vlm.hooks import CapturedFeatures, TowerLayout, tap, tower_layout
+from torino.vlm.in_tower import run_in_tower
 
 # The towers that can be tapped: model_type of their config, then module and class in transformers.
 TOWERS = {
@@ -46,7 +46,7 @@ INSIDE = {r"^(?:model\.)?(?:vision_tower|visual|vision_model)\.(?:vision_model\.
 AFTER = ("post_layernorm", "layernorm", "head", "deepstack_merger_list", "pooler")
 
 
-def open_tower(
+def load_tower(
     name_or_path: str | os.PathLike[str],
     *,
     block: int | None = None,
@@ -100,7 +100,7 @@ def open_tower(
             "The checkpoint is incomplete or in a layout that torino does not know."
         )
     if block is None:
-        block = _handed_on(config, len(_anatomy(model).blocks))
+        block = _handed_on(config, len(_tower_layout(model).blocks))
     return Tower(model.to(device).eval(), processor, block, encoder=encoder)
 
 
@@ -117,7 +117,7 @@ class Tower:
         A loaded tower, or a loaded model that has one (CLIP, LLaVA, Qwen-VL, …), which is left as it is.
     processor : image processor, or a processor that has one
     block : int, optional
-        As for :func:`open_tower`; it stays in the attribute ``block``, beside ``blocks``, how many there are.
+        As for :func:`load_tower`; it stays in the attribute ``block``, beside ``blocks``, how many there are.
     encoder : str, optional
         The name written into the origin of the tokens; by default the one in the config.
     """
@@ -127,7 +127,7 @@ class Tower:
     ) -> None:
         self.model = _tower_in(model)
         self.processor = getattr(processor, "image_processor", processor)
-        parts, config = _anatomy(self.model), cast(Any, model).config
+        parts, config = _tower_layout(self.model), cast(Any, model).config
         name = _called(config, self.model.config, config._name_or_path) if encoder is None else encoder
         self._parts = replace(parts, name=name)
         self.blocks = len(parts.blocks)
@@ -207,7 +207,7 @@ class Tower:
             The tokens that are left of each image, and what they are made of. Tokens that were reduced inside the
             tower are not what the reduction would make of its finished tokens: see :mod:`torino.reducers.in_tower`.
         """
-        inside = inside_of(reducer)
+        inside = as_in_tower(reducer)
 
         def see(inputs: Mapping[str, Tensor]) -> list[tuple[Tensor, Reduction]]:
             if inside is not None:
@@ -279,7 +279,7 @@ class Tower:
         down, across = cast(Sequence[int], side) if isinstance(side, list | tuple) else (side, side)
         return (pixels.shape[-2] // down, pixels.shape[-1] // across)
 
-    def _see_inside(self, inputs: Mapping[str, Tensor], reducer: WorksInside) -> list[tuple[Tensor, Reduction]]:
+    def _see_inside(self, inputs: Mapping[str, Tensor], reducer: InTowerReducer) -> list[tuple[Tensor, Reduction]]:
         if "image_grid_thw" in inputs or "spatial_shapes" in inputs:
             raise TorinoError(
                 f"{reducer.spec} works inside the vision tower, block by block, and {type(self.model).__name__} takes "
@@ -288,7 +288,7 @@ class Tower:
             )
         pixels = inputs["pixel_values"]
         grid = self._grid(pixels)
-        passed = pass_through(self.model, self._parts, self.block, reducer, grid, lambda: self.model(pixels))
+        passed = run_in_tower(self.model, self._parts, self.block, reducer, grid, lambda: self.model(pixels))
         return list(zip(passed.states[:, self._parts.prefix :], passed.plans, strict=True))
 
     def _see_packed(self, pixels: Tensor, grids: Tensor, needs: frozenset[str]) -> list[VisualTokens]:
@@ -300,7 +300,9 @@ class Tower:
             merge = int(cast(Any, self.model).spatial_merge_size)
             parts = self.model(pixels, grid_thw=grids).pooler_output.split([size // merge**2 for size in sizes])
             shapes = [(rows // merge, columns // merge) for rows, columns in shapes]
-            return [self._tokens(Tapped(part[None], {}), 0, at) for part, at in zip(parts, shapes, strict=True)]
+            return [
+                self._tokens(CapturedFeatures(part[None], {}), 0, at) for part, at in zip(parts, shapes, strict=True)
+            ]
         odd = sorted(need for need in needs if not need.startswith(("keys", "queries", "cls")))
         if odd:  # and of what a CLS token would give, the tap says that there is none
             raise MissingSignal(f"Qwen's tower has no {odd[0]}. It gives keys and queries, of any block.")
@@ -310,11 +312,13 @@ class Tower:
         third = {name: values.chunk(3, -1)[not name.startswith("queries")] for name, values in seen.signals.items()}
         signals = {name: values[order].split(sizes) for name, values in third.items()}
         return [
-            self._tokens(Tapped(part[None], {name: values[i][None] for name, values in signals.items()}), 0, shapes[i])
+            self._tokens(
+                CapturedFeatures(part[None], {name: values[i][None] for name, values in signals.items()}), 0, shapes[i]
+            )
             for i, part in enumerate(states)
         ]
 
-    def _tokens(self, seen: Tapped, image: int, grid: tuple[int, int]) -> VisualTokens:
+    def _tokens(self, seen: CapturedFeatures, image: int, grid: tuple[int, int]) -> VisualTokens:
         prefix, count, states = self._parts.prefix, grid[0] * grid[1], seen.states[image]
         signals = {
             name: _first_patches(values[image], name.partition("@")[0], count) for name, values in seen.signals.items()
@@ -350,12 +354,12 @@ def _tower_in(model: nn.Module) -> nn.Module:
     return model
 
 
-def _anatomy(tower: nn.Module) -> Anatomy:
+def _tower_layout(tower: nn.Module) -> TowerLayout:
     config: Any = tower.config
     if not str(type(config).model_type).startswith("qwen"):
-        return anatomy(tower)
+        return tower_layout(tower)
     fused: Callable[[nn.Module], nn.Module] = lambda block: block.get_submodule("attn.qkv")  # noqa: E731
-    return Anatomy(cast(nn.ModuleList, tower.blocks), 0, False, int(config.num_heads), fused, fused, "")
+    return TowerLayout(cast(nn.ModuleList, tower.blocks), 0, False, int(config.num_heads), fused, fused, "")
 
 
 def _called(config: Any, inner: Any, name: str) -> str:

@@ -28,7 +28,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed questions of several photos.
+    """Ragged questions of several photos.
 
     Parameters
     ----------

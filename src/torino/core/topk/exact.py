@@ -1,4 +1,4 @@
-"""The k strongest latents of every token, exactly, without ever holding the N × C matrix of activations.
+"""The k exact_topk latents of every token, exactly, without ever holding the N × C matrix of activations.
 
 The score of token i and latent j is *defined* as
 
@@ -27,7 +27,7 @@ SILENT = -1  # the index of a slot that holds no active latent
 
 
 @torch.no_grad()
-def strongest(
+def exact_topk(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -37,7 +37,7 @@ def strongest(
     largest_norm: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` strongest active latents of each token.
+    """Return the ``k`` exact_topk active latents of each token.
 
     Parameters
     ----------
@@ -77,14 +77,14 @@ def largest_row_norm(weight: Tensor) -> float:
     return max(float(part.double().norm(dim=1).max()) for part in weight.split(rows))
 
 
-def stable_top(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """``torch.topk`` over the last dimension of float32 values, with ties settled for the lowest index.
 
     Each value and its index are folded into one integer, so no two entries are ever equal.
 
     Examples
     --------
-    >>> stable_top(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 2)
+    >>> stable_topk(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 2)
     (tensor([[1, 2]]), tensor([[3., 3.]]))
     """
     place = torch.arange(values.shape[-1], device=values.device)
@@ -267,7 +267,7 @@ def pair_scores(x: Tensor, weight: Tensor, bias: Tensor, token: Tensor, latent: 
 def _best(columns: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Order candidates by falling score, ties by rising latent, and keep ``k``."""
     columns, rising = columns.sort(dim=1)
-    order, values = stable_top(scores.gather(1, rising), k)
+    order, values = stable_topk(scores.gather(1, rising), k)
     return columns.gather(1, order), values
 
 

@@ -7,6 +7,6 @@ the whole answer; and the peak of memory.
 
 from torino.evaluation.latency.bench import FORMAT, QUESTION, Bench
 from torino.evaluation.latency.gauges import machine, peak_memory, versions
-from torino.evaluation.latency.rows import Plan, Row, spread
+from torino.evaluation.latency.rows import BenchPlan, BenchRow, spread
 
-__all__ = ["FORMAT", "QUESTION", "Bench", "Plan", "Row", "machine", "peak_memory", "spread", "versions"]
+__all__ = ["FORMAT", "QUESTION", "Bench", "BenchPlan", "BenchRow", "machine", "peak_memory", "spread", "versions"]

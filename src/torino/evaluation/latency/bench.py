@@ -27,9 +27,9 @@ from torino.evaluation.latency.gauges import (
     survivors,
     versions,
 )
-from torino.evaluation.latency.rows import Plan, Row
+from torino.evaluation.latency.rows import BenchPlan, BenchRow
 from torino.evaluation.protocol import Setting
-from torino.reducers import Reducer, inside_of
+from torino.reducers import Reducer, as_in_tower
 from torino.sae.model import SAE
 
 if TYPE_CHECKING:  # Pillow and transformers are only fetched by those who measure a model
@@ -52,13 +52,13 @@ class Bench:
     settings : sequence of Setting
         See :mod:`torino.evaluation.protocol`; the one that keeps all tokens is asked for its answers only.
     saes : mapping of str to concept encoder
-    plan : Plan
+    plan : BenchPlan
     progress : callable, optional
         Called with a phase, how much of it is done, and how much there is.
 
     Attributes
     ----------
-    rows : list of Row
+    rows : list of BenchRow
     notes : list of str
         Methods that were left out, and why; and whatever else a reader of the figures must know.
     survivors : dict of str to dict
@@ -66,10 +66,10 @@ class Bench:
     """
 
     def __init__(
-        self, settings: Sequence[Setting], saes: Mapping[str, Any], plan: Plan, progress: Progress | None = None
+        self, settings: Sequence[Setting], saes: Mapping[str, Any], plan: BenchPlan, progress: Progress | None = None
     ) -> None:
         self.plan = plan
-        self.rows = [Row(setting, setting.reducer(saes)) for setting in settings]
+        self.rows = [BenchRow(setting, setting.reducer(saes)) for setting in settings]
         self.notes: list[str] = []
         self.about: dict[str, Any] = {}
         self.survivors: dict[str, dict[str, float]] = {}
@@ -92,7 +92,7 @@ class Bench:
             What they are, in words.
         """
         self.rows = [row for row in self.rows if row.reducer is not None]
-        for row in [row for row in self.rows if row.reducer is not None and inside_of(row.reducer) is not None]:
+        for row in [row for row in self.rows if row.reducer is not None and as_in_tower(row.reducer) is not None]:
             self._leave_out(row, "it works inside a vision tower, so there is no module of its own on tokens alone")
         missing = {id(row): lacking(row.reducer, images[0]) for row in self.rows if row.reducer is not None}
         ready = [
@@ -106,7 +106,7 @@ class Bench:
             )
         picked = self.plan.pick(len(ready))
 
-        def module(row: Row, index: int, keep: bool) -> None:
+        def module(row: BenchRow, index: int, keep: bool) -> None:
             tokens, reducer = [ready[index]], _reducer(row)
             self._time(row, tokens, lambda: reducer.plan_batch(tokens), keep)
 
@@ -139,7 +139,7 @@ class Bench:
         Parameters
         ----------
         model, processor
-            As :func:`torino.vlm.session.open_vlm` gives them.
+            As :func:`torino.vlm.session.load_vlm` gives them.
         pictures : sequence of path, bytes or PIL image
             Opened when their turn comes.
         padding, positions, asking
@@ -153,7 +153,7 @@ class Bench:
         eye = Eye(model, processor, padding, question, asking)
         picked = self.plan.pick(len(pictures))
 
-        def module(row: Row, glance: Glance, keep: bool) -> None:
+        def module(row: BenchRow, glance: Glance, keep: bool) -> None:
             if row.reducer is not None:
                 self._look(row, row.reducer, glance, keep)
 
@@ -181,21 +181,21 @@ class Bench:
             "memory": "answer" if self.plan.answers else None,
         }
 
-    def _look(self, row: Row, reducer: Reducer, glance: Glance, keep: bool) -> None:
-        host, inside = glance.eye.host, inside_of(reducer)
+    def _look(self, row: BenchRow, reducer: Reducer, glance: Glance, keep: bool) -> None:
+        host, inside = glance.eye.host, as_in_tower(reducer)
         sight = glance.sight(reducer)
         if inside is None:
             self._time(row, sight.tokens, lambda: host.plan(reducer, sight), keep)
             return
         with recording() as seconds:  # the steps between the blocks are all the module there is
-            _, plans = host.look_inside(glance.inputs, inside)
+            _, plans = host.encode_in_tower(glance.inputs, inside)
         self._note(row, seconds.get("steps", 0.0), sight.tokens, [len(plan) for plan in plans], keep)
 
     def _answers(self, model: Any, eye: Eye, pictures: Sequence[Picture], positions: Positions) -> None:
         """Whole answers, after one of each method that is not timed; then memory, which would disturb the clock."""
         from torino.vlm.session import ask
 
-        def answer(row: Row, picture: Picture) -> Any:
+        def answer(row: BenchRow, picture: Picture) -> Any:
             return ask(
                 picture,
                 eye.question,
@@ -227,7 +227,7 @@ class Bench:
     # ------------------------------------------------------------------ what both share
 
     def _rounds(
-        self, picked: Sequence[int], ready: Callable[[int], Any], module: Callable[[Row, Any, bool], None]
+        self, picked: Sequence[int], ready: Callable[[int], Any], module: Callable[[BenchRow, Any, bool], None]
     ) -> None:
         """Warm-ups, then every image, each with all rows."""
         turns = [*(picked[i % len(picked)] for i in range(self.plan.warmups)), *picked]
@@ -240,12 +240,16 @@ class Bench:
                     self._leave_out(row, str(error))
             self._progress("module alone", turn + 1, len(turns))
 
-    def _time(self, row: Row, tokens: Sequence[VisualTokens], plan: Callable[[], ReductionBatch], keep: bool) -> None:
+    def _time(
+        self, row: BenchRow, tokens: Sequence[VisualTokens], plan: Callable[[], ReductionBatch], keep: bool
+    ) -> None:
         begin = now()
         lengths = carry_out(tokens, plan())
         self._note(row, now() - begin, tokens, lengths, keep)
 
-    def _note(self, row: Row, took: float, tokens: Sequence[VisualTokens], lengths: Sequence[int], keep: bool) -> None:
+    def _note(
+        self, row: BenchRow, took: float, tokens: Sequence[VisualTokens], lengths: Sequence[int], keep: bool
+    ) -> None:
         floor = gather(tokens, lengths)
         if keep:
             row.module.append(took)
@@ -261,12 +265,12 @@ class Bench:
                 if told is not None:
                     self.survivors[name] = told
 
-    def _in_turn(self, turn: int) -> list[Row]:
+    def _in_turn(self, turn: int) -> list[BenchRow]:
         """All rows, beginning with another one each time."""
         start = turn % max(len(self.rows), 1)
         return self.rows[start:] + self.rows[:start]
 
-    def _try(self, run: Callable[[Row], None]) -> None:
+    def _try(self, run: Callable[[BenchRow], None]) -> None:
         """Leave out what cannot run at all, before anything is timed."""
         for row in [row for row in self.rows if row.reducer is not None]:
             try:
@@ -277,7 +281,7 @@ class Bench:
             reasons = [note for note in self.notes if " was left out: " in note]
             raise BadParameter("No method can be measured here. " + " ".join(reasons[:2]))
 
-    def _leave_out(self, row: Row, why: str) -> None:
+    def _leave_out(self, row: BenchRow, why: str) -> None:
         self.rows = [other for other in self.rows if other is not row]
         self.notes.append(f"{row.setting.spec} was left out: {why.rstrip('.')}.")
 
@@ -303,7 +307,7 @@ class Bench:
         }
 
 
-def _reducer(row: Row) -> Reducer:
+def _reducer(row: BenchRow) -> Reducer:
     if row.reducer is None:
         raise BadParameter("Keeping all tokens is no module that could be timed.")
     return row.reducer

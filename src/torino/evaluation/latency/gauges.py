@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torino.core.reduction import ReductionBatch
 from torino.core.tokens import VisualTokens
-from torino.core.topk.prefilter import Told
+from torino.core.topk.prefilter import SearchStats
 from torino.reducers import Reducer
 from torino.sae.model import SAE
 
@@ -99,7 +99,7 @@ def survivors(sae: SAE, tokens: Sequence[VisualTokens], k: int) -> dict[str, flo
     k : int
         Concepts that are looked for.
     """
-    told: list[Told] = []
+    told: list[SearchStats] = []
     sae.top(torch.cat([unit.patches for unit in tokens]), k, screen="int8", told=told)
     if not told:
         return None

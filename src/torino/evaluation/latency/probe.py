@@ -8,9 +8,9 @@ from torch import nn
 
 from torino.core.errors import TorinoError
 from torino.datasets.images import Padding, Picture, mean_colour, open_image, prepare
-from torino.reducers import Reducer, inside_of
+from torino.reducers import Reducer, as_in_tower
 from torino.vlm import ClipText
-from torino.vlm.adapters.base import ASKED, Sight, host_of
+from torino.vlm.adapters.base import ASKED, EncodedImages, adapter_for
 from torino.vlm.session import write_prompt
 
 
@@ -20,7 +20,7 @@ class Eye:
     Parameters
     ----------
     model, processor
-        As :func:`torino.vlm.session.open_vlm` gives them.
+        As :func:`torino.vlm.session.load_vlm` gives them.
     padding : {"crop", "square"}
     question : str
     asking : ClipText, optional
@@ -30,7 +30,7 @@ class Eye:
     def __init__(
         self, model: nn.Module, processor: Any, padding: Padding, question: str, asking: ClipText | None = None
     ) -> None:
-        self.host, self.processor, self.asking = host_of(model), processor, asking
+        self.host, self.processor, self.asking = adapter_for(model), processor, asking
         self.padding: Padding = padding
         self.question, self.prompt = question, write_prompt(model, processor, question, 1)
         self._colour = mean_colour(processor)
@@ -57,13 +57,13 @@ class Glance:
 
     def __init__(self, eye: Eye, inputs: dict[str, Any]) -> None:
         self.eye, self.inputs = eye, inputs
-        self._seen: dict[frozenset[str], Sight] = {}
+        self._seen: dict[frozenset[str], EncodedImages] = {}
 
-    def sight(self, reducer: Reducer) -> Sight:
+    def sight(self, reducer: Reducer) -> EncodedImages:
         """What the tower saw, with the signals that the reducer reads; for one inside the tower, the plain tokens."""
         host, asking = self.eye.host, self.eye.asking
-        needs = reducer.needs | (reducer.views_need if host.tiles else frozenset[str]())
-        if inside_of(reducer) is not None:
+        needs = reducer.needs | (reducer.view_needs if host.tiles else frozenset[str]())
+        if as_in_tower(reducer) is not None:
             needs = frozenset[str]()
         if needs not in self._seen:
             sight = host.look(self.inputs, needs - ASKED)

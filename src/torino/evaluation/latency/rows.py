@@ -15,7 +15,7 @@ from torino.reducers import Reducer
 
 
 @dataclass
-class Row:
+class BenchRow:
     """One method and what was measured of it; times in seconds.
 
     Attributes
@@ -89,7 +89,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """How much is measured.
 
     Attributes

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from torino.evaluation.reporting.summary import Document
-from torino.evaluation.reporting.tables import RELATIVE, Block, Cell, Layout, Line
+from torino.evaluation.reporting.tables import RELATIVE, Block, Layout, Line, TableCell
 
 STYLE = """
 :root { color-scheme: light; --paper: #fdfdfc; --card: #ffffff; --ink: #1d2126; --muted: #68707a; --line: #dfe2e6;
@@ -168,7 +168,7 @@ def _tokens(line: Line) -> str:
     return f"<td data-v='{value}' title='{escape(each, quote=True)}'>{line.tokens}{small}</td>"
 
 
-def _cell(cell: Cell, name: str, level: float) -> str:
+def _cell(cell: TableCell, name: str, level: float) -> str:
     kinds = " ".join(filter(None, [cell.mark, "rel" if name == RELATIVE else ""]))
     value = "" if cell.value is None else f"{cell.value:.6f}"
     small = title = ""

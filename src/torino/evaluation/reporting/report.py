@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torino.core.errors import BadFile
-from torino.core.io import write_whole
+from torino.core.io import write_atomic
 from torino.evaluation.benchmarks import BENCHMARKS
 from torino.evaluation.paper import PaperTable
 from torino.evaluation.reporting.page import page
@@ -265,4 +265,4 @@ def _write(path: Path, text: str) -> Path:
     def write(target: Path) -> None:
         target.write_text(text, encoding="utf-8")
 
-    return write_whole(path, write)
+    return write_atomic(path, write)

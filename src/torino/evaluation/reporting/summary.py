@@ -20,7 +20,7 @@ from torino.evaluation.benchmarks import benchmark_of
 from torino.evaluation.judge import Grader
 from torino.evaluation.protocol import NO_SAE, PAIRED, Setting
 from torino.evaluation.results import SETTINGS, Run, open_run
-from torino.evaluation.scoring import Score, Tally
+from torino.evaluation.scoring import Score, ScoreStats
 from torino.evaluation.statistics import (
     DRAWS,
     LEVEL,
@@ -246,7 +246,7 @@ class _Marks:
                 self.notes[task] = self._made[key].note
         return self._made[key]
 
-    def tally(self, task: str, setting: str, within: frozenset[str]) -> Tally:
+    def tally(self, task: str, setting: str, within: frozenset[str]) -> ScoreStats:
         score = self.score(task, setting, within)
         return score.by_image() if self.by == "image" else score.tally
 
@@ -307,9 +307,9 @@ class _Marks:
     def apart(self, ids: Sequence[str], others: Sequence[str]) -> dict[str, Any] | None:
         """The difference to other settings, on the questions that both have answered; seeds are averaged."""
         tasks: dict[str, Any] = {}
-        first: dict[str, Tally] = {}
-        second: dict[str, Tally] = {}
-        below: dict[str, Tally] = {}
+        first: dict[str, ScoreStats] = {}
+        second: dict[str, ScoreStats] = {}
+        below: dict[str, ScoreStats] = {}
         for task, within in self.pairs([*ids, *others]).items():
             first[task] = _mean_tally([self.tally(task, one, within) for one in ids])
             second[task] = _mean_tally([self.tally(task, one, within) for one in others])
@@ -440,7 +440,7 @@ def _spread(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
     return {"mean": values.mean(), "min": values.min(), "p10": low, "median": middle, "p90": high, "max": values.max()}
 
 
-def _mean_tally(tallies: Sequence[Tally]) -> Tally:
+def _mean_tally(tallies: Sequence[ScoreStats]) -> ScoreStats:
     return replace(tallies[0], sums=np.mean([tally.sums for tally in tallies], axis=0))
 
 

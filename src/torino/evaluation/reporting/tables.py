@@ -38,7 +38,7 @@ TEX = {sign: f"\\{sign}" for sign in "&%#_${}"} | {
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A figure as it is printed, its mark, and its interval where it has one."""
 
     text: str = "–"
@@ -55,7 +55,7 @@ class Line:
 
     label: str
     tokens: str
-    cells: Mapping[str, Cell]
+    cells: Mapping[str, TableCell]
     row: Mapping[str, Any] | None = None
 
     @property
@@ -269,7 +269,7 @@ def _lines(
             if place < 2:
                 old = cells[column]
                 mark: Mark = "best" if place == 0 else "second"
-                cells[column] = Cell(old.text, mark, old.low, old.high, old.value, old.sd)
+                cells[column] = TableCell(old.text, mark, old.low, old.high, old.value, old.sd)
     lines: list[Line] = []
     left = list(theirs)
     for row, cells in zip(rows, printed, strict=True):
@@ -281,15 +281,15 @@ def _lines(
     return [*lines, *(_paper_line(other, columns) for other in left)]
 
 
-def _cell(row: Mapping[str, Any], column: str) -> Cell:
+def _cell(row: Mapping[str, Any], column: str) -> TableCell:
     score = row["relative"] if column == RELATIVE else row["scores"].get(column)
     if score is None or score["value"] is None:
-        return Cell()
+        return TableCell()
     text = f"{score['value']:.2f}" + ("%" if column == RELATIVE else "")
     if score.get("sd") is not None:
         text += f" ± {score['sd']:.2f}"
     partly = score["questions"] < score["of"] if column != RELATIVE else unfinished(row)
-    return Cell(text + ("*" if partly else ""), "", score["low"], score["high"], score["value"], score.get("sd"))
+    return TableCell(text + ("*" if partly else ""), "", score["low"], score["high"], score["value"], score.get("sd"))
 
 
 def unfinished(row: Mapping[str, Any]) -> bool:
@@ -300,14 +300,14 @@ def unfinished(row: Mapping[str, Any]) -> bool:
 
 
 def _paper_line(row: PaperRow, columns: Mapping[str, str]) -> Line:
-    cells: dict[str, Cell] = {}
+    cells: dict[str, TableCell] = {}
     for column in columns:
         text = row.relative if column == RELATIVE else row.scores.get(column)
         if text is None:
-            cells[column] = Cell()
+            cells[column] = TableCell()
             continue
         bare = text.removesuffix("%")
-        cells[column] = Cell(f"{bare}%" if column == RELATIVE else bare, value=float(bare))
+        cells[column] = TableCell(f"{bare}%" if column == RELATIVE else bare, value=float(bare))
     return Line(row.method, f"~{row.tokens}", cells)
 
 
@@ -335,14 +335,14 @@ def _apart(apart: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: round(apart[key], 4) for name, key in told.items()} | {"p": f"{apart['p']:.4f}"}
 
 
-def _in_markdown(cell: Cell, ours: bool) -> str:
+def _in_markdown(cell: TableCell, ours: bool) -> str:
     if not ours:
         return f"*{cell.text}*" if cell.value is not None else cell.text
     text = cell.text.replace("*", "\\*")
     return {"best": f"**{text}**", "second": f"<u>{text}</u>", "": text}[cell.mark]
 
 
-def _in_latex(name: str, cell: Cell) -> str:
+def _in_latex(name: str, cell: TableCell) -> str:
     figure, apart, sd = _tex(cell.text).partition(r"$\pm$")
     text = rf"{figure}{{\scriptsize$\pm${sd}}}" if apart else figure
     return {"best": rf"\textbf{{{text}}}", "second": rf"\underline{{{text}}}", "": text}[cell.mark]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter
-from torino.core.io import read_json, write_json, write_whole
+from torino.core.io import read_json, write_atomic, write_json
 from torino.sae.formats._common import (
     ACCEPTED,
     CHECKPOINTS,
@@ -151,7 +151,7 @@ def write(sae: SAE, folder: Path) -> Path:
         )
     dict_class, trainer_class, state = _state(Parts.of(sae))
     plain = {name: value.detach().contiguous().clone() for name, value in state.items()}
-    write_whole(folder / "ae.pt", lambda target: _save(plain, target))
+    write_atomic(folder / "ae.pt", lambda target: _save(plain, target))
     trainer: dict[str, Any] = {
         "dict_class": dict_class,
         "trainer_class": trainer_class,

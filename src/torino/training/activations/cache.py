@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter, BadTokens
-from torino.core.io import write_whole
+from torino.core.io import write_atomic
 from torino.datasets import Photos
 from torino.datasets.images import Padding
 from torino.training.activations.extraction import Looker, Taken, batches_of, calm, hash_of_tower, nothing_read
@@ -28,7 +28,7 @@ from torino.training.activations.shards import (
     NAMES,
     SHARDS,
     SKIPPED,
-    Settings,
+    CacheSettings,
     open_shards,
     read_card,
     write_shard,
@@ -138,9 +138,9 @@ def harvest(
         return _finish(folder, settings, given)
 
 
-def _settings(looker: Looker, dtype: str, photos_per_shard: int) -> Settings:
+def _settings(looker: Looker, dtype: str, photos_per_shard: int) -> CacheSettings:
     tower, photos = looker.tower, looker.photos
-    return Settings(
+    return CacheSettings(
         encoder=tower.origin.encoder,
         block=int(tower.block),
         width=tower.width,
@@ -191,17 +191,17 @@ def _claimed(folder: Path) -> Generator[None]:
         os.close(handle)
 
 
-def _begun(folder: Path) -> Settings | None:
+def _begun(folder: Path) -> CacheSettings | None:
     if not (folder / CARD).is_file():
         return None
     try:
-        return Settings.of(read_card(folder), folder / CARD)
+        return CacheSettings.of(read_card(folder), folder / CARD)
     except BadFile as error:
         warnings.warn(f"{error} It is written anew.", stacklevel=3)
         return None
 
 
-def _same(begun: Settings, asked: Settings, folder: Path) -> None:
+def _same(begun: CacheSettings, asked: CacheSettings, folder: Path) -> None:
     """Refuse to go on with other settings than a store was begun with."""
     before, now = asdict(begun), asdict(asked)
     for name, words in WORDS.items():
@@ -212,7 +212,9 @@ def _same(begun: Settings, asked: Settings, folder: Path) -> None:
             )
 
 
-def _prepare(folder: Path, settings: Settings, names: list[str], given: Mapping[str, Any], repair: bool) -> list[int]:
+def _prepare(
+    folder: Path, settings: CacheSettings, names: list[str], given: Mapping[str, Any], repair: bool
+) -> list[int]:
     """Write down what the store will be, and tell which shards are still to be made."""
     _, faults = open_shards(folder, settings, thorough=repair)
     if not faults and (folder / NAMES).is_file() and _is_complete(folder):
@@ -240,7 +242,7 @@ def _is_complete(folder: Path) -> bool:
 
 def _fill(
     folder: Path,
-    settings: Settings,
+    settings: CacheSettings,
     looker: Looker,
     missing: list[int],
     batch: int,
@@ -310,7 +312,7 @@ class _Sheaf:
         write_shard(path, digest, rows, counts, grids, patches, self.skipped)
 
 
-def _finish(folder: Path, settings: Settings, given: Mapping[str, Any]) -> Store:
+def _finish(folder: Path, settings: CacheSettings, given: Mapping[str, Any]) -> Store:
     """Open what is there now, and write its card if that is not yet done."""
     shards, faults = open_shards(folder, settings)
     if faults:  # someone took a shard away meanwhile
@@ -324,7 +326,7 @@ def _finish(folder: Path, settings: Settings, given: Mapping[str, Any]) -> Store
     return store
 
 
-def _write_card(folder: Path, settings: Settings, given: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+def _write_card(folder: Path, settings: CacheSettings, given: Mapping[str, Any], more: Mapping[str, Any]) -> None:
     card = {"format": "torino activations 1", "complete": False, **asdict(settings), "given": dict(given), **more}
     text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
     # a mean of a thousand numbers on as many lines is nothing to read
@@ -335,4 +337,4 @@ def _write_text(path: Path, text: str) -> None:
     def write(target: Path) -> None:
         target.write_text(text, encoding="utf-8")
 
-    write_whole(path, write)
+    write_atomic(path, write)

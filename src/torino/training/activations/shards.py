@@ -35,7 +35,7 @@ _TYPES = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I32
 
 
 @dataclass(frozen=True)
-class Settings:
+class CacheSettings:
     """What decides on the rows of a store; the card holds these fields.
 
     Attributes
@@ -65,7 +65,7 @@ class Settings:
     photos_per_shard: int
 
     @classmethod
-    def of(cls, card: Mapping[str, Any], path: Path) -> Settings:
+    def of(cls, card: Mapping[str, Any], path: Path) -> CacheSettings:
         """Take the settings out of a card."""
         try:
             return cls(**{field.name: card[field.name] for field in fields(cls)})
@@ -227,7 +227,9 @@ def read_card(folder: Path) -> dict[str, Any]:
     return read_json(folder / CARD)
 
 
-def open_shards(folder: Path, settings: Settings, *, thorough: bool = False) -> tuple[dict[int, Shard], dict[int, str]]:
+def open_shards(
+    folder: Path, settings: CacheSettings, *, thorough: bool = False
+) -> tuple[dict[int, Shard], dict[int, str]]:
     """Open the shards of a store: those that are whole, and a sentence for each that is not.
 
     Sizes and headers are always checked; checksums, for which all is read, if ``thorough``.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torino.core.errors import BadFile, BadParameter
 from torino.training.activations.base import Part, part_of
 from torino.training.activations.selection import TokenKind
-from torino.training.activations.shards import CARD, DTYPES, NAMES, Settings, Shard, open_shards, read_card
+from torino.training.activations.shards import CARD, DTYPES, NAMES, CacheSettings, Shard, open_shards, read_card
 from torino.training.sampler import endless
 
 WINDOW = 2**18  # rows that are mixed with each other where a store is read locally
@@ -31,7 +31,7 @@ class Store:
 
     Attributes
     ----------
-    settings : Settings
+    settings : CacheSettings
         What was harvested, and how.
     seed : int
         Of the order.
@@ -44,7 +44,7 @@ class Store:
     """
 
     def __init__(
-        self, folder: Path, settings: Settings, shards: Mapping[int, Shard], *, seed: int = 0, local: int = 1
+        self, folder: Path, settings: CacheSettings, shards: Mapping[int, Shard], *, seed: int = 0, local: int = 1
     ) -> None:
         if local < 1:
             raise BadParameter(f"local is the number of neighbouring rows that are read together, got {local}.")
@@ -92,7 +92,7 @@ class Store:
         """
         folder = Path(path).expanduser()
         card = read_card(folder)
-        settings = Settings.of(card, folder / CARD)
+        settings = CacheSettings.of(card, folder / CARD)
         shards, faults = open_shards(folder, settings)
         if faults and not unfinished:
             again = f"Run torino harvest -o {folder} to make what is missing"

@@ -22,7 +22,7 @@ from torino.vlm.towers import Tower
 
 
 @dataclass(frozen=True)
-class Settings:
+class StreamSettings:
     """What decides on the rows of a stream, beside its seed: a run goes on only with the same."""
 
     tower: str
@@ -101,11 +101,11 @@ class Stream:
         return {"encoder": origin.encoder, "block": origin.block, "token_kind": kind, "data": data, "license": ""}
 
     @cached_property
-    def settings(self) -> Settings:
+    def settings(self) -> StreamSettings:
         """What tells these rows from others."""
         look = self._looker
         tower, photos = hash_of_tower(look.tower), look.photos.fingerprint
-        return Settings(tower, photos, look.kind.name, look.padding, self.buffer, self._lane)
+        return StreamSettings(tower, photos, look.kind.name, look.padding, self.buffer, self._lane)
 
     @cached_property
     def _per_photo(self) -> int:

@@ -1,4 +1,4 @@
-"""Host: what torino must know of a family of models. Hosts know models and nothing of methods."""
+"""Adapter: what torino must know of a family of models. Hosts know models and nothing of methods."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from torino.core.errors import BadParameter, MissingSignal, TorinoError, unknown_name
-from torino.core.ragged import Packed
+from torino.core.ragged import Ragged
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage
 from torino.core.tokens import VisualTokens
-from torino.reducers import Placed, Reducer, WorksInside, inside_of
-from torino.vlm.insertion import Repacked, Side, repack
+from torino.reducers import InTowerReducer, PositionMode, Reducer, as_in_tower
+from torino.vlm.insertion import ShortenedPrompt, Side, shorten_prompt
 from torino.vlm.trace import Look
 
 if TYPE_CHECKING:
-    from torino.vlm.text_query import Asking
+    from torino.vlm.text_query import TextQuery
 
 Positions = Literal["own", "compact", "original"]
 ASKED = frozenset({"joint", "text"})  # signals of a question, which no tower gives; see torino.vlm.text_query
@@ -45,7 +45,7 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class Sight:
+class EncodedImages:
     """What a host saw in the pixels of one call.
 
     Attributes
@@ -68,9 +68,9 @@ class Sight:
     tilings: tuple[Tiling, ...] = ()
     came: tuple[Tensor, ...] = ()
 
-    def reduced(self, plans: ReductionBatch, cls: Sequence[Tensor] | None = None) -> Packed:
+    def reduced(self, plans: ReductionBatch, cls: Sequence[Tensor] | None = None) -> Ragged:
         """The tokens that are left of each unit: what the plans make of it, or what came out of the tower as such."""
-        return Packed.of(self.came) if self.came else plans.apply([unit.patches for unit in self.tokens], cls)
+        return Ragged.of(self.came) if self.came else plans.apply([unit.patches for unit in self.tokens], cls)
 
     @property
     def units(self) -> list[int]:
@@ -79,7 +79,7 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class Splice:
+class ImageEmbeds:
     """What goes into the prompt for one image.
 
     Attributes
@@ -94,7 +94,7 @@ class Splice:
     slots: Tensor
 
 
-class Host(ABC):
+class Adapter(ABC):
     """One model of a family: how it sees, and how reduced tokens are handed to its language model."""
 
     families: ClassVar[tuple[str, ...]] = ()
@@ -102,9 +102,9 @@ class Host(ABC):
     merges: ClassVar[bool] = True
     """Whether tokens that are sums of patches make sense here."""
     tiles: ClassVar[bool] = False
-    """Whether it tells how the tiles of an image lie (``Sight.tilings``)."""
+    """Whether it tells how the tiles of an image lie (``EncodedImages.tilings``)."""
 
-    weighs: ClassVar[bool] = False
+    proportional_attention: ClassVar[bool] = False
     """Whether all visual tokens of its prompt stand for patches, so that they have a mass (:mod:`torino.vlm.attention`)."""
 
     resumes: ClassVar[bool] = False
@@ -121,14 +121,16 @@ class Host(ABC):
     # ------------------------------------------------------------------ what each family says
 
     @abstractmethod
-    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> Sight:
+    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
         """Run the vision tower up to the tap and return what it saw."""
 
     @abstractmethod
-    def splice(self, sight: Sight, plans: ReductionBatch) -> list[Splice]:
+    def splice(self, sight: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
         """Reduce and project: what each image contributes to the prompt."""
 
-    def look_inside(self, inputs: Mapping[str, Any], reducer: WorksInside) -> tuple[Sight, ReductionBatch]:
+    def encode_in_tower(
+        self, inputs: Mapping[str, Any], reducer: InTowerReducer
+    ) -> tuple[EncodedImages, ReductionBatch]:
         """Run the tower up to the tap with a reducer at work in its blocks: what came out, and what it is made of."""
         raise TorinoError(
             f"{reducer.spec} works inside the vision tower, block by block, which cannot be done in "
@@ -145,13 +147,13 @@ class Host(ABC):
         """The placeholder in ``input_ids``."""
         return int(self.config.image_token_id)
 
-    def outputs(self, sight: Sight, splices: Sequence[Splice]) -> Any:
+    def outputs(self, sight: EncodedImages, splices: Sequence[ImageEmbeds]) -> Any:
         """Wrap the features as the model's own ``get_image_features`` returns them."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         return BaseModelOutputWithPooling(pooler_output=[splice.features for splice in splices])  # type: ignore[arg-type]
 
-    def positions(self, inputs: Mapping[str, Any], done: Repacked, positions: Placed) -> dict[str, Any]:
+    def positions(self, inputs: Mapping[str, Any], done: ShortenedPrompt, positions: PositionMode) -> dict[str, Any]:
         """Further inputs that place the new prompt; nothing for compact positions, which models count themselves."""
         mask = inputs.get("attention_mask")
         old = torch.ones_like(inputs["input_ids"]) if mask is None else mask.long()
@@ -176,9 +178,9 @@ class Host(ABC):
         self,
         inputs: Mapping[str, Any],
         reducer: Reducer,
-        positions: Placed,
+        positions: PositionMode,
         side: Side | None = None,
-        asking: Asking | None = None,
+        asking: TextQuery | None = None,
     ) -> tuple[dict[str, Any], Look]:
         """Turn the inputs of a full prompt into those of the reduced one."""
         if inputs.get("input_ids") is None or inputs.get("inputs_embeds") is not None:
@@ -191,20 +193,20 @@ class Host(ABC):
                 "Both pixel values and mm_encoder_outputs of images were given. Give the pixels to have them reduced, "
                 "or the outputs alone to have them used as they are."
             )
-        needs = reducer.needs | (reducer.views_need if self.tiles else frozenset())
+        needs = reducer.needs | (reducer.view_needs if self.tiles else frozenset())
         if needs & ASKED and asking is None:
             raise MissingSignal(
                 f"{reducer.spec} chooses patches for a question, and was told none. Give the text half of the model's "
-                "CLIP and the question, as reduced(model, reducer, asking=open_clip_text(name).about(question)) of "
+                "CLIP and the question, as reduced(model, reducer, asking=load_clip_text(name).about(question)) of "
                 "torino.vlm, or choose a reducer that does without."
             )
-        inside = inside_of(reducer)
+        inside = as_in_tower(reducer)
         with recording() as seconds:
             with stage("tower"):
                 if inside is None:
                     sight, plans = self.look(inputs, needs - ASKED), None
                 else:
-                    sight, plans = self.look_inside(inputs, inside)
+                    sight, plans = self.encode_in_tower(inputs, inside)
             if asking is not None and needs & ASKED:
                 with stage("question"):
                     sight = asking.add(self, sight, inputs)
@@ -224,13 +226,13 @@ class Host(ABC):
     def fill(
         self,
         inputs: Mapping[str, Any],
-        sight: Sight,
-        splices: Sequence[Splice],
-        positions: Placed,
+        sight: EncodedImages,
+        splices: Sequence[ImageEmbeds],
+        positions: PositionMode,
         side: Side | None = None,
-    ) -> tuple[dict[str, Any], Repacked]:
+    ) -> tuple[dict[str, Any], ShortenedPrompt]:
         """Put what each image contributes into the prompt: inputs of its final length, and how it was shortened."""
-        done = repack(
+        done = shorten_prompt(
             inputs, self.image_token, sight.full, [splice.slots for splice in splices], side=side, pad=self._pad()
         )
         used = {*self.pixel_names, *done.inputs, "position_ids", "mm_encoder_outputs"}
@@ -240,7 +242,7 @@ class Host(ABC):
         shrunk["mm_encoder_outputs"] = {**others, "image": self.outputs(sight, splices)}
         return shrunk, done
 
-    def plan(self, reducer: Reducer, sight: Sight) -> ReductionBatch:
+    def plan(self, reducer: Reducer, sight: EncodedImages) -> ReductionBatch:
         """Plan every unit; those of one image together where they have one budget."""
         with torch.no_grad():
             plans = _plan(reducer, sight)
@@ -273,7 +275,7 @@ class Host(ABC):
         return 2 * int(text.num_hidden_layers) * int(heads) * int(size) * kind.itemsize
 
 
-def _plan(reducer: Reducer, sight: Sight) -> ReductionBatch:
+def _plan(reducer: Reducer, sight: EncodedImages) -> ReductionBatch:
     """Plan every unit; those of one image together where they have one budget."""
     tokens = [_detached(unit) for unit in sight.tokens]
     if not reducer.shares_views or not sight.tilings:
@@ -303,22 +305,22 @@ def _counts_up(positions: Tensor, mask: Tensor) -> bool:
     return all(bool((row[is_real].diff() == 1).all()) for row, is_real in rows)
 
 
-def place(positions: Positions, reducer: Reducer | None) -> Placed:
+def place(positions: Positions, reducer: Reducer | None) -> PositionMode:
     """How tokens are numbered: as the user says, or as the method itself has it."""
     if positions not in get_args(Positions):
         raise BadParameter(f"positions must be own, compact or original, got {positions!r}.")
     if positions != "own":
         return positions
-    return "compact" if reducer is None else reducer.placed
+    return "compact" if reducer is None else reducer.position_mode
 
 
-_hosts: dict[str, Callable[[], type[Host]]] = {}
+_hosts: dict[str, Callable[[], type[Adapter]]] = {}
 
 
-def serve(*families: str) -> Callable[[Callable[[], type[Host]]], Callable[[], type[Host]]]:
+def serve(*families: str) -> Callable[[Callable[[], type[Adapter]]], Callable[[], type[Adapter]]]:
     """Register a function that returns the host class of some families; it is called when one is opened."""
 
-    def add(load: Callable[[], type[Host]]) -> Callable[[], type[Host]]:
+    def add(load: Callable[[], type[Adapter]]) -> Callable[[], type[Adapter]]:
         for family in families:
             _hosts[family] = load
         return load
@@ -331,7 +333,7 @@ def families() -> list[str]:
     return sorted(_hosts)
 
 
-def host_of(model: nn.Module) -> Host:
+def adapter_for(model: nn.Module) -> Adapter:
     """Return the host for a model."""
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     if family == "mllama":

@@ -11,20 +11,20 @@ from torch import Tensor
 from torino.core.errors import TorinoError
 from torino.core.reduction import ReductionBatch
 from torino.core.tokens import Origin, VisualTokens
-from torino.reducers import Placed, Reducer, WorksInside
-from torino.vlm.adapters.base import Sight
-from torino.vlm.adapters.internvl import CellHost, cells_of
-from torino.vlm.hooks import Anatomy, Tapped, anatomy, tap
-from torino.vlm.in_tower import pass_through
+from torino.reducers import InTowerReducer, PositionMode, Reducer
+from torino.vlm.adapters.base import EncodedImages
+from torino.vlm.adapters.internvl import CellAdapter, cells_of
+from torino.vlm.hooks import CapturedFeatures, TowerLayout, tap, tower_layout
+from torino.vlm.in_tower import run_in_tower
 from torino.vlm.insertion import Side
-from torino.vlm.text_query import Asking
+from torino.vlm.text_query import TextQuery
 from torino.vlm.trace import Look
 
 
-class _Siglip(CellHost):
+class _Siglip(CellAdapter):
     """What both share: the tower's own output, without the pooling head that neither reads."""
 
-    def output(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> tuple[Tensor, Tapped, Origin]:
+    def output(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> tuple[Tensor, CapturedFeatures, Origin]:
         """Patches after the tower's last norm, shape (pictures, patches, D), and where they come from."""
         (tower, parts), pixels = self.tower(), inputs["pixel_values"]
         blocks = len(parts.blocks)
@@ -32,10 +32,10 @@ class _Siglip(CellHost):
         # numbered as a block after the last, so that an SAE of the last block itself is not taken for one of these
         return self.norm(seen.states), seen, Origin(parts.name, blocks)
 
-    def tower(self) -> tuple[Any, Anatomy]:
+    def tower(self) -> tuple[Any, TowerLayout]:
         """The tower and its parts."""
         tower = self.inner.vision_tower
-        parts = anatomy(tower)
+        parts = tower_layout(tower)
         if parts.has_cls:
             raise TorinoError(
                 f"Models of this family read a SigLIP tower, and this one has a {type(tower).__name__}, whose output "
@@ -63,14 +63,16 @@ class PaliGemma(_Siglip):
         """Patches of every image."""
         return cells_of(*self.output(inputs, needs))
 
-    def look_inside(self, inputs: Mapping[str, Any], reducer: WorksInside) -> tuple[Sight, ReductionBatch]:
+    def encode_in_tower(
+        self, inputs: Mapping[str, Any], reducer: InTowerReducer
+    ) -> tuple[EncodedImages, ReductionBatch]:
         """The same with a reducer at work in all blocks."""
         (tower, parts), pixels = self.tower(), inputs["pixel_values"]
         side = tower.config.patch_size
         grid = (pixels.shape[-2] // side, pixels.shape[-1] // side)
-        passed = pass_through(tower, parts, len(parts.blocks) - 1, reducer, grid, lambda: tower(pixels))
+        passed = run_in_tower(tower, parts, len(parts.blocks) - 1, reducer, grid, lambda: tower(pixels))
         came = tuple(self.norm(passed.states))
-        return Sight((), (grid[0] * grid[1],) * len(came), came=came), passed.plans
+        return EncodedImages((), (grid[0] * grid[1],) * len(came), came=came), passed.plans
 
     def project(self, tokens: Tensor) -> Tensor:
         """One linear layer."""
@@ -80,9 +82,9 @@ class PaliGemma(_Siglip):
         self,
         inputs: Mapping[str, Any],
         reducer: Reducer,
-        positions: Placed,
+        positions: PositionMode,
         side: Side | None = None,
-        asking: Asking | None = None,
+        asking: TextQuery | None = None,
     ) -> tuple[dict[str, Any], Look]:
         """Turn the inputs of a full prompt into those of the reduced one."""
         shrunk, look = super().shrink(inputs, reducer, positions, side, asking)

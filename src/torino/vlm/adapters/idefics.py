@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from torino.core.tokens import Origin, VisualTokens
-from torino.vlm.adapters.base import Host, Sight, Splice
-from torino.vlm.adapters.internvl import CellHost, cells_of
-from torino.vlm.hooks import Anatomy, tap
+from torino.vlm.adapters.base import Adapter, EncodedImages, ImageEmbeds
+from torino.vlm.adapters.internvl import CellAdapter, cells_of
+from torino.vlm.hooks import TowerLayout, tap
 
 
-class Idefics(CellHost):
+class Idefics(CellAdapter):
     """Idefics3 and SmolVLM: tapped and reduced after the connector, sub-image by sub-image.
 
     The connector is a pixel shuffle and one linear layer without a bias, so merging after it gives what merging before
@@ -27,7 +27,7 @@ class Idefics(CellHost):
         """Cells of every real sub-image; those that only pad the batch are left out by the model itself."""
         inner = self.inner
         tower = inner.vision_model
-        parts = _anatomy(tower)
+        parts = _tower_layout(tower)
         pixels, mask = inputs["pixel_values"], inputs.get("pixel_attention_mask")
         # the model's own code drops padding and masks patches; the tap stops it after the last block
         seen = tap(tower, parts, len(parts.blocks) - 1, needs, lambda: inner.get_image_features(pixels, mask))
@@ -38,9 +38,9 @@ class Idefics(CellHost):
         """Nothing is left to do after the connector."""
         return tokens
 
-    def outputs(self, sight: Sight, splices: Sequence[Splice]) -> Any:
+    def outputs(self, sight: EncodedImages, splices: Sequence[ImageEmbeds]) -> Any:
         """A list, one entry for each sub-image: these models lay it end to end, and beam search parts it by prompt."""
-        return Host.outputs(self, sight, splices)
+        return Adapter.outputs(self, sight, splices)
 
     def has_images(self, inputs: Mapping[str, Any]) -> bool:
         """Whether any sub-image is real; a batch of text may carry pixels that are all padding, which is zeros."""
@@ -53,8 +53,8 @@ class Idefics(CellHost):
         return ("pixel_values", "pixel_attention_mask")
 
 
-def _anatomy(tower: Any) -> Anatomy:
-    return Anatomy(
+def _tower_layout(tower: Any) -> TowerLayout:
+    return TowerLayout(
         blocks=tower.encoder.layers,
         prefix=0,
         has_cls=False,

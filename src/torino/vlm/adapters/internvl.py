@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import MissingSignal, TorinoError
-from torino.core.ragged import Packed
+from torino.core.ragged import Ragged
 from torino.core.reduction import ReductionBatch
 from torino.core.tokens import Origin, VisualTokens
-from torino.vlm.adapters.base import Host, Sight, Splice
-from torino.vlm.hooks import Anatomy, Tapped, tap
+from torino.vlm.adapters.base import Adapter, EncodedImages, ImageEmbeds
+from torino.vlm.hooks import CapturedFeatures, TowerLayout, tap
 
 
-class CellHost(Host):
+class CellAdapter(Adapter):
     """Models that read one token for each cell of a square grid, and project each of them alone.
 
     A family says how it sees its cells and how it projects them; the rest is here.
@@ -43,21 +43,21 @@ class CellHost(Host):
     def project(self, tokens: Tensor) -> Tensor:
         """Take reduced cells of shape (n, D) to the language model's width, (n, E)."""
 
-    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> Sight:
+    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
         """Every picture is one unit, with as many placeholders as it has cells."""
         tokens = self.see(inputs, needs)
-        return Sight(tuple(tokens), tuple(len(picture) for picture in tokens))
+        return EncodedImages(tuple(tokens), tuple(len(picture) for picture in tokens))
 
-    def splice(self, sight: Sight, plans: ReductionBatch) -> list[Splice]:
+    def splice(self, sight: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
         """Reduce, project all pictures in one go, and place each token where its anchor was; one of no place last."""
         reduced = sight.reduced(plans)
-        features = Packed(self.project(reduced.values), reduced.offsets)
+        features = Ragged(self.project(reduced.values), reduced.offsets)
         return [
-            Splice(feature, torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor))
+            ImageEmbeds(feature, torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor))
             for feature, plan in zip(features, plans, strict=True)
         ]
 
-    def outputs(self, sight: Sight, splices: Sequence[Splice]) -> Any:
+    def outputs(self, sight: EncodedImages, splices: Sequence[ImageEmbeds]) -> Any:
         """All tokens as one tensor of shape (tokens, 1, E): these models take no list.
 
         Each token poses as a picture of length one. That is how beam search can part them by prompt however many
@@ -69,7 +69,7 @@ class CellHost(Host):
         return BaseModelOutputWithPooling(pooler_output=features[:, None])  # type: ignore[arg-type]
 
 
-def cells_of(cells: Tensor, seen: Tapped, origin: Origin) -> list[VisualTokens]:
+def cells_of(cells: Tensor, seen: CapturedFeatures, origin: Origin) -> list[VisualTokens]:
     """Make VisualTokens of cells, shape (pictures, cells, D), with what was tapped in the patches inside them.
 
     A cell's share of the CLS token's attention is the sum over its patches, its key (or query) their mean.
@@ -81,7 +81,7 @@ def cells_of(cells: Tensor, seen: Tapped, origin: Origin) -> list[VisualTokens]:
             "Use the model's own processor, which makes them square."
         )
     signals = {name: _fold(name, values, side) for name, values in seen.signals.items()}
-    folded = Tapped(seen.states, signals)
+    folded = CapturedFeatures(seen.states, signals)
     return [
         VisualTokens(
             patches=picture,
@@ -107,7 +107,7 @@ def _fold(name: str, values: Tensor, side: int) -> Tensor:
     return parts.mean((2, 4)).flatten(1, 2)
 
 
-class InternVL(CellHost):
+class InternVL(CellAdapter):
     """InternVL: tapped after the pixel shuffle, reduced before the projector, tile by tile.
 
     The pixel shuffle lays 2×2 patches side by side, so a cell is four times as wide as the tower. The projector works
@@ -127,7 +127,7 @@ class InternVL(CellHost):
             )
         tower, pixels = self.inner.vision_tower, inputs["pixel_values"]
         self._refuse_whole_sequence(inputs)
-        parts = _anatomy(tower)
+        parts = _tower_layout(tower)
         block, ends = self._tap_block(inputs, len(parts.blocks))
         seen = tap(tower, parts, block, needs, lambda: tower(pixel_values=pixels.to(self.inner.dtype)))
         states = tower.layernorm(seen.states) if ends else seen.states
@@ -170,8 +170,8 @@ class InternVL(CellHost):
             )
 
 
-def _anatomy(tower: Any) -> Anatomy:
-    return Anatomy(
+def _tower_layout(tower: Any) -> TowerLayout:
+    return TowerLayout(
         blocks=tower.encoder.layer,
         prefix=1,
         has_cls=True,

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import MissingSignal, TorinoError
-from torino.core.ragged import Packed
+from torino.core.ragged import Ragged
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import Origin, VisualTokens
-from torino.reducers import WorksInside
-from torino.vlm.adapters.base import Host, Sight, Splice
-from torino.vlm.hooks import Anatomy, anatomy, tap
-from torino.vlm.in_tower import pass_through
+from torino.reducers import InTowerReducer
+from torino.vlm.adapters.base import Adapter, EncodedImages, ImageEmbeds
+from torino.vlm.hooks import TowerLayout, tap, tower_layout
+from torino.vlm.in_tower import run_in_tower
 
 
-class Llava(Host):
+class Llava(Adapter):
     """LLaVA-1.5: tapped at ``vision_feature_layer``, reduced before the projector.
 
     The projector works on each token alone, so pruning before it gives what pruning after it would; merging
@@ -26,7 +26,7 @@ class Llava(Host):
     """
 
     families: ClassVar[tuple[str, ...]] = ("llava",)
-    weighs: ClassVar[bool] = True
+    proportional_attention: ClassVar[bool] = True
     resumes: ClassVar[bool] = True
     closed: ClassVar[str] = ""
 
@@ -35,7 +35,7 @@ class Llava(Host):
         """The model without its head."""
         return self.model if hasattr(self.model, "vision_tower") else self.model.model
 
-    def tap_block(self, parts: Anatomy, layer: object = None) -> int:
+    def tap_block(self, parts: TowerLayout, layer: object = None) -> int:
         """Zero-based block whose output the projector reads; hidden state 0 enters block 0."""
         layer = self.config.vision_feature_layer if layer is None else layer
         if not isinstance(layer, int):
@@ -76,10 +76,10 @@ class Llava(Host):
         ]
         return images, seen.states[:, int(parts.has_cls) : parts.prefix]
 
-    def _at(self, pixels: Tensor, options: dict[str, Any]) -> tuple[Anatomy, int, Tensor, tuple[int, int]]:
+    def _at(self, pixels: Tensor, options: dict[str, Any]) -> tuple[TowerLayout, int, Tensor, tuple[int, int]]:
         """The tower's parts, the block to tap, the pixels as it takes them, their grid; used-up options are gone."""
         tower = self.inner.vision_tower
-        parts = anatomy(tower)
+        parts = tower_layout(tower)
         block = self.tap_block(parts, options.pop("vision_feature_layer", None))
         strategy = options.pop("vision_feature_select_strategy", None) or self.config.vision_feature_select_strategy
         if strategy == "full" and parts.prefix:
@@ -98,27 +98,31 @@ class Llava(Host):
         side = tower.config.patch_size
         return parts, block, pixels, (pixels.shape[-2] // side, pixels.shape[-1] // side)
 
-    def project(self, tokens: Packed) -> Packed:
+    def project(self, tokens: Ragged) -> Ragged:
         """Project the reduced tokens of all images in one go."""
-        return Packed(self.inner.multi_modal_projector(tokens.values), tokens.offsets)
+        return Ragged(self.inner.multi_modal_projector(tokens.values), tokens.offsets)
 
-    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> Sight:
+    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
         """Every image is one unit. Registers, where a tower has them, are tokens of the prompt and all stay."""
         tokens, registers = self._see(inputs["pixel_values"], needs, **_options(inputs))
-        return Sight(tuple(tokens), tuple(registers.shape[1] + len(image) for image in tokens), registers)
+        return EncodedImages(tuple(tokens), tuple(registers.shape[1] + len(image) for image in tokens), registers)
 
-    def look_inside(self, inputs: Mapping[str, Any], reducer: WorksInside) -> tuple[Sight, ReductionBatch]:
+    def encode_in_tower(
+        self, inputs: Mapping[str, Any], reducer: InTowerReducer
+    ) -> tuple[EncodedImages, ReductionBatch]:
         """The same with a reducer at work in the blocks up to the tap."""
         if self.closed:
-            return super().look_inside(inputs, reducer)
+            return super().encode_in_tower(inputs, reducer)
         tower, options = self.inner.vision_tower, _options(inputs)
         parts, block, pixels, grid = self._at(inputs["pixel_values"], options)
-        passed = pass_through(tower, parts, block, reducer, grid, lambda: tower(pixels, **options))
+        passed = run_in_tower(tower, parts, block, reducer, grid, lambda: tower(pixels, **options))
         registers = passed.states[:, int(parts.has_cls) : parts.prefix]
         full = registers.shape[1] + grid[0] * grid[1]
-        return Sight((), (full,) * len(pixels), registers, came=tuple(passed.states[:, parts.prefix :])), passed.plans
+        return EncodedImages(
+            (), (full,) * len(pixels), registers, came=tuple(passed.states[:, parts.prefix :])
+        ), passed.plans
 
-    def splice(self, sight: Sight, plans: ReductionBatch) -> list[Splice]:
+    def splice(self, sight: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
         """Reduce, project, and place each token where its anchor was; a token of no place takes the last one."""
         registers: Tensor = sight.extra
         first = registers.shape[1]
@@ -131,9 +135,9 @@ class Llava(Host):
             )
         reduced = sight.reduced(plans, cls or None)
         if first:
-            reduced = Packed.of([torch.cat(pair) for pair in zip(registers, reduced, strict=True)])
+            reduced = Ragged.of([torch.cat(pair) for pair in zip(registers, reduced, strict=True)])
         return [
-            Splice(feature, torch.cat([torch.arange(first), first + _places(plan)]))
+            ImageEmbeds(feature, torch.cat([torch.arange(first), first + _places(plan)]))
             for feature, plan in zip(self.project(reduced), plans, strict=True)
         ]
 

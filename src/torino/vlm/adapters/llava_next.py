@@ -42,12 +42,12 @@ import torch
 from torch import Tensor, nn
 
 from torino.core.errors import BadParameter, BadTokens, MissingSignal, TorinoError
-from torino.core.ragged import Packed
+from torino.core.ragged import Ragged
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
-from torino.vlm.adapters.base import Sight, Splice, Tiling
+from torino.vlm.adapters.base import EncodedImages, ImageEmbeds, Tiling
 from torino.vlm.adapters.llava import Llava
-from torino.vlm.hooks import anatomy
+from torino.vlm.hooks import tower_layout
 
 Newlines = Literal["rows", "all", "none"]
 NEWLINE = float("nan")  # the number of the newline among the numbers of patches
@@ -96,8 +96,8 @@ class Unit:
 
     def slot_of(self, anchor: Tensor) -> Tensor:
         """Placeholders of anchors; the last one of the unit for a token of no place."""
-        placed = (anchor >= 0) & (anchor < len(self.slots))
-        return self.slots[torch.where(placed, anchor, len(self.slots) - 1)]
+        position_mode = (anchor >= 0) & (anchor < len(self.slots))
+        return self.slots[torch.where(position_mode, anchor, len(self.slots) - 1)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ class LlavaNext(Llava):
     """
 
     families: ClassVar[tuple[str, ...]] = ("llava_next",)
-    weighs: ClassVar[bool] = False  # newlines stand for no patch
+    proportional_attention: ClassVar[bool] = False  # newlines stand for no patch
     resumes: ClassVar[bool] = False  # tried with LLaVA-1.5 alone
     tiles: ClassVar[bool] = True
     closed: ClassVar[str] = "its tiles are cut to what shows the image only behind the tower, too late to unmerge"
@@ -192,7 +192,7 @@ class LlavaNext(Llava):
 
     # ------------------------------------------------------------------ what a host does
 
-    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> Sight:
+    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
         """Every tile is one unit, cut to what the model shows of it."""
         self._check_strategy(inputs)
         if inputs.get("image_sizes") is None:
@@ -216,9 +216,9 @@ class LlavaNext(Llava):
         ]
         tokens = tuple(unit.tokens for scene in scenes for unit in scene.units)
         tilings = tuple(Tiling(tuple(unit.view for unit in scene.units), self.layout(scene)) for scene in scenes)
-        return Sight(tokens, tuple(len(picture) for picture in pictures), (scenes, inputs), tilings)
+        return EncodedImages(tokens, tuple(len(picture) for picture in pictures), (scenes, inputs), tilings)
 
-    def splice(self, sight: Sight, plans: ReductionBatch) -> list[Splice]:
+    def splice(self, sight: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
         """Reduce, project, place each token where its anchor was, and end the rows with their newlines."""
         scenes: list[Scene] = sight.extra[0]
         each = iter(plans)
@@ -230,19 +230,19 @@ class LlavaNext(Llava):
                 "Choose a reducer that keeps at least one token of an image."
             )
         table, row = self._table(sight, plans, parts)
-        splices: list[Splice] = []
+        splices: list[ImageEmbeds] = []
         for scene, part, mine in zip(scenes, parts, row.split(counts), strict=True):
             slots = torch.cat([unit.slot_of(plan.anchor) for unit, plan in part])
             ends = self._ends(scene.picture, slots)
             slots, mine = torch.cat([slots, ends]), torch.cat([mine, torch.zeros_like(ends)])
             order = slots.argsort(stable=True)
-            splices.append(Splice(table.index_select(0, mine[order].to(table.device)), slots[order]))
+            splices.append(ImageEmbeds(table.index_select(0, mine[order].to(table.device)), slots[order]))
         return splices
 
     # ------------------------------------------------------------------ parts of it
 
     def _table(
-        self, sight: Sight, plans: ReductionBatch, parts: Sequence[Sequence[tuple[Unit, Reduction]]]
+        self, sight: EncodedImages, plans: ReductionBatch, parts: Sequence[Sequence[tuple[Unit, Reduction]]]
     ) -> tuple[Tensor, Tensor]:
         """One table of all that can stand in the prompt, the newline first, and the row of each planned token."""
         cls = [unit.cls for unit in sight.tokens if unit.cls is not None]
@@ -277,7 +277,7 @@ class LlavaNext(Llava):
         row[made] = torch.arange(height, height + len(made))
         table = list(stock.values())
         if len(made):
-            table.append(self.project(Packed.of([reduced.index_select(0, made.to(reduced.device))])).values)
+            table.append(self.project(Ragged.of([reduced.index_select(0, made.to(reduced.device))])).values)
         return torch.cat([self.inner.image_newline[None].to(table[0]), *table]), row
 
     def _packed(self, scenes: Mapping[int, Scene], inputs: Mapping[str, Any]) -> dict[int, Tensor]:
@@ -306,7 +306,7 @@ class LlavaNext(Llava):
 
     def _check_strategy(self, inputs: Mapping[str, Any]) -> None:
         """Refuse towers with registers, which the model would take for patches; ``see`` refuses other misfits."""
-        prefix = anatomy(self.inner.vision_tower).prefix
+        prefix = tower_layout(self.inner.vision_tower).prefix
         if prefix > 1 and self._strategy(inputs) == "default":
             raise TorinoError(
                 f'vision_feature_select_strategy="default" leaves out one token, and this tower has {prefix} before '

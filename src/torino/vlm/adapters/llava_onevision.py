@@ -29,7 +29,7 @@ from torch import Tensor
 
 from torino.core.errors import BadTokens, TorinoError
 from torino.core.tokens import VisualTokens
-from torino.vlm.adapters.base import Sight
+from torino.vlm.adapters.base import EncodedImages
 from torino.vlm.adapters.llava_next import LlavaNext, Picture, Scene, Unit, per_patch
 
 UNCAPPED = f"anyres_max_{10**9}"
@@ -56,7 +56,7 @@ class LlavaOnevision(LlavaNext):
         """Whether there is anything to reduce, or a video to refuse."""
         return super().has_images(inputs) or inputs.get("pixel_values_videos") is not None
 
-    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> Sight:
+    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
         """Every tile is one unit, and the resized canvas of an image over the cap."""
         if inputs.get("pixel_values_videos") is not None:
             raise TorinoError(

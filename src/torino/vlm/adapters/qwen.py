@@ -16,9 +16,9 @@ from torino.core.errors import BadParameter, MissingSignal
 from torino.core.reduction import ReductionBatch
 from torino.core.timing import stage
 from torino.core.tokens import Origin, VisualTokens
-from torino.reducers import Placed
-from torino.vlm.adapters.base import Host, Sight, Splice
-from torino.vlm.insertion import Repacked
+from torino.reducers import PositionMode
+from torino.vlm.adapters.base import Adapter, EncodedImages, ImageEmbeds
+from torino.vlm.insertion import ShortenedPrompt
 
 # Where queries and keys stand in the output of the fused projection of a block.
 FUSED = {"queries": 0, "keys": 1}
@@ -27,7 +27,7 @@ _placing = threading.Lock()
 
 
 @dataclass(frozen=True)
-class DeepSplice(Splice):
+class DeepImageEmbeds(ImageEmbeds):
     """A splice with what Qwen3-VL adds to its tokens in the first layers of the language model.
 
     Attributes
@@ -39,7 +39,7 @@ class DeepSplice(Splice):
     deepstack: tuple[Tensor, ...] = ()
 
 
-class Qwen(Host):
+class Qwen(Adapter):
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: each image is one unit, tapped and reduced after the merger.
 
     The tokens are what the language model would read: 2x2 patches merged into one, in raster order on a grid of half
@@ -81,7 +81,7 @@ class Qwen(Host):
         """Inputs that belong to the pixels; the grid goes too, because it is that of the full image."""
         return ("pixel_values", "image_grid_thw")
 
-    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> Sight:
+    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
         """Run the whole tower and its merger, once for all images."""
         self._check(inputs)
         tower = self.inner.visual
@@ -105,14 +105,14 @@ class Qwen(Host):
                     signals=mine,
                 )
             )
-        return Sight(tuple(tokens), tuple(len(image) for image in tokens), seen)
+        return EncodedImages(tuple(tokens), tuple(len(image) for image in tokens), seen)
 
-    def splice(self, sight: Sight, plans: ReductionBatch) -> list[Splice]:
+    def splice(self, sight: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
         """Reduce the features, and those of every deepstack layer by the same plan."""
         reduced = plans.apply(list(sight.extra.pooler_output))
         layers = [plans.apply(list(layer)) for layer in getattr(sight.extra, "deepstack_features", None) or ()]
         return [
-            DeepSplice(
+            DeepImageEmbeds(
                 features=reduced[i],
                 slots=torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor),
                 deepstack=tuple(layer[i] for layer in layers),
@@ -120,15 +120,15 @@ class Qwen(Host):
             for i, plan in enumerate(plans)
         ]
 
-    def outputs(self, sight: Sight, splices: Sequence[Splice]) -> Any:
+    def outputs(self, sight: EncodedImages, splices: Sequence[ImageEmbeds]) -> Any:
         """Wrap the features as the model's own ``get_image_features`` does, in the same class."""
         found: dict[str, Any] = {"pooler_output": [splice.features for splice in splices]}
         if hasattr(sight.extra, "deepstack_features"):
-            deep = [splice.deepstack for splice in splices if isinstance(splice, DeepSplice)]
+            deep = [splice.deepstack for splice in splices if isinstance(splice, DeepImageEmbeds)]
             found["deepstack_features"] = [list(layer) for layer in zip(*deep, strict=True)]
         return type(sight.extra)(**found)
 
-    def positions(self, inputs: Mapping[str, Any], done: Repacked, positions: Placed) -> dict[str, Any]:
+    def positions(self, inputs: Mapping[str, Any], done: ShortenedPrompt, positions: PositionMode) -> dict[str, Any]:
         """Positions of the full prompt, as the model itself counts them, of what is left; the same for both settings.
 
         Returns ``position_ids`` of shape (4, rows, length): the plain count, which the model reads its mask from, then
@@ -142,13 +142,13 @@ class Qwen(Host):
             image_grid_thw=inputs["image_grid_thw"],
             attention_mask=mask,
         )
-        placed = done.spread([full[:, row, at] for row, at in enumerate(done.kept)], 0).transpose(0, 1)
+        position_mode = done.spread([full[:, row, at] for row, at in enumerate(done.kept)], 0).transpose(0, 1)
         real = done.inputs["attention_mask"].long()
         count = (real.cumsum(1) - 1).masked_fill(real == 0, 0)
         before = torch.ones_like(ids) if mask is None else mask.long()
         # the model adds the delta to the length so far: the shorter the prompt, the larger it must be
         self._set_deltas(deltas + before.sum(1, keepdim=True) - real.sum(1, keepdim=True))
-        return {"position_ids": torch.cat([count[None], placed])}
+        return {"position_ids": torch.cat([count[None], position_mode])}
 
     def close(self) -> None:
         """Give the model back the ``rope_deltas`` it had, unless someone else has set others since."""

@@ -17,21 +17,21 @@ from torch import Tensor
 
 from torino.core.topk.prefilter.backends import LARGEST, Backend, Product, backend_for, product_of, zero_for
 from torino.core.topk.prefilter.quantization import Quantised, forget, quantise, quantised_of
-from torino.core.topk.prefilter.search import LEAST, Told, screened
+from torino.core.topk.prefilter.search import LEAST, SearchStats, prefiltered_topk
 
 __all__ = [
     "Backend",
-    "Keeper",
+    "PrefilterCache",
     "Product",
     "Quantised",
     "Screen",
-    "Told",
+    "SearchStats",
     "backend_for",
     "forget",
+    "prefiltered_topk",
     "product_of",
     "quantise",
     "quantised_of",
-    "screened",
     "zero_for",
 ]
 
@@ -45,7 +45,7 @@ WIDEST = (2**31 - 1) // LARGEST**2 - 64  # channels, beyond which sums of whole 
 MAKES_AFTER = 4096  # tokens after which the whole numbers have paid for their making
 
 
-class Keeper:
+class PrefilterCache:
     """Keeps the whole numbers of one SAE, and makes them anew when its weights have changed."""
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class Keeper:
         self._seen = self._changes = 0
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Keeper], tuple[()]]:
+    def __reduce__(self) -> tuple[type[PrefilterCache], tuple[()]]:
         """A copy of an SAE makes its own."""
-        return Keeper, ()
+        return PrefilterCache, ()
 
     def ready(
         self, weight: Tensor, bias: Tensor, state: object, screen: Screen, tokens: int, home: Path | None

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torino.core.errors import TorinoError
-from torino.core.io import cache_folder, read_arrays, write_arrays
+from torino.core.io import cache_dir, read_arrays, write_arrays
 from torino.core.topk.prefilter.backends import LANE
 
 FORMAT = "torino-screen/1"
@@ -154,7 +154,7 @@ def quantised_of(weight: Tensor, bias: Tensor, home: Path | None, zero: int) -> 
     name = f"screen{zero.bit_length()}-{weight.shape[0]}x{weight.shape[1]}-{key[:16]}.safetensors"
     places = [home / f".{name}"]  # hidden, where it must not be taken for an SAE
     with suppress(RuntimeError):  # there may be no home
-        places.append(cache_folder() / name)
+        places.append(cache_dir() / name)
     for path in places:
         held = _read(path, key, weight, zero)
         if held is not None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torino.core.topk.exact import SILENT, input_rounding, merge, pair_scores, strongest
+from torino.core.topk.exact import SILENT, exact_topk, input_rounding, merge, pair_scores
 from torino.core.topk.prefilter.backends import LANE, LARGEST, Product
 from torino.core.topk.prefilter.quantization import Quantised
 
@@ -36,7 +36,7 @@ ROOM = 1 << 17  # survivors of a tile that may wait to be multiplied; 4 MiB
 SHIFT = LANE.bit_length() - 1
 
 
-class Told(NamedTuple):
+class SearchStats(NamedTuple):
     """What became of each token, for those who measure.
 
     Attributes
@@ -69,7 +69,7 @@ class _Tokens(NamedTuple):
 
 
 @torch.no_grad()
-def screened(
+def prefiltered_topk(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -79,7 +79,7 @@ def screened(
     product: Product,
     *,
     chunk: int | None = None,
-    told: list[Told] | None = None,
+    told: list[SearchStats] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what :func:`torino.core.topk.exact.strongest` returns, to the last bit.
 
@@ -91,7 +91,7 @@ def screened(
         ``weight`` in whole numbers; the levels themselves are not read.
     product : Product
         Multiplies by them, see :mod:`torino.core.topk.prefilter.backends`.
-    told : list of Told, optional
+    told : list of SearchStats, optional
         Takes one entry a tile.
     """
     _hear_out()
@@ -114,9 +114,9 @@ def screened(
     indices, values, lost = (torch.cat(parts) for parts in zip(*found, strict=True))
     if bool(lost.any()):
         norm = held.largest_norm
-        indices[lost], values[lost] = strongest(x[lost], weight, bias, k, floor, largest_norm=norm, chunk=chunk)
+        indices[lost], values[lost] = exact_topk(x[lost], weight, bias, k, floor, largest_norm=norm, chunk=chunk)
     if told is not None:
-        told += [Told(one.survivors, one.lost) for one in done]
+        told += [SearchStats(one.survivors, one.lost) for one in done]
     silent = values == -torch.inf
     return indices.masked_fill(silent, SILENT), values.masked_fill(silent, 0.0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torino.core.errors import BadParameter, TorinoError
-from torino.core.io import write_whole
+from torino.core.io import write_atomic
 
 COLUMN, PAGE = 3.4, 7.0
 """Widths in inches: one column of a two-column paper, and both."""
@@ -180,4 +180,4 @@ def _save(figure: Any, path: Path, kind: str) -> Path:
         with styled():
             figure.savefig(target, format=kind, dpi=300, metadata=metadata[kind], facecolor="white")
 
-    return write_whole(path, write)
+    return write_atomic(path, write)
