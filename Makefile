@@ -41,7 +41,7 @@ check: lint types test ## Everything that must pass before a commit
 
 bench: $(STAMP) ## Measure the core, all methods and prefill; rewrites docs/performance.md (8 GB, some 15 minutes)
 	$(BIN)/python benchmarks/core.py --only core --write docs/performance.md
-	$(BIN)/python benchmarks/core.py --only screen --write docs/fast.md
+	$(BIN)/python benchmarks/core.py --only prefilter --write docs/fast.md
 	$(BIN)/python benchmarks/methods.py --latents 4096 --write docs/performance.md
 	$(BIN)/python benchmarks/prefill.py --write docs/performance.md
 

@@ -1,4 +1,4 @@
-"""What the screen is measured on: images and an SAE, real, lifted to a larger size, or without any structure."""
+"""What the prefilter is measured on: images and an SAE, real, lifted to a larger size, or without any structure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torino import SAE, Concepts, VisualTokens, make
+from torino import SAE, VisualTokens, make
+from torino.core.concepts import Concepts
 from torino.core.concepts import Rank
 from torino.core.tokens import Origin
-from torino.core.topk.prefilter import Backend, backend_for, product_of, quantise, zero_for
+from torino.core.topk.prefilter import Backend, backend_for, make_product, quantize, zero_point_for
 from torino.core.topk.prefilter.search import ROWS
 from torino.datasets.bundled import example_tokens
 
@@ -55,18 +56,18 @@ class Batch:
 
     def rest(self) -> Callable[[], object]:
         """Grouping and reduction alone, the concepts being known."""
-        reducer = make(f"torino-m(k={K}, delta={DELTA})", sae=Known(self.sae.top(self.packed, K, screen="off")))
+        reducer = make(f"torino-m(k={K}, delta={DELTA})", sae=Known(self.sae.top(self.packed, K, prefilter="off")))
         patches = [image.patches for image in self.images]
         return lambda: reducer.plan_batch(self.images).apply(patches)
 
     def lone_int8(self) -> Callable[[], object]:
-        """The whole numbers' product alone, in the screen's tiles, chunks and threads, and nothing done with it."""
-        backend = screen_backend()
-        held = quantise(self.sae.W_enc, self.sae.b_enc, zero_for(backend))
-        product = product_of(backend, held.levels, int(held.zero))
+        """The whole numbers' product alone, in the prefilter's tiles, chunks and threads, and nothing done with it."""
+        backend = prefilter_backend()
+        held = quantize(self.sae.W_enc, self.sae.b_enc, zero_point_for(backend))
+        product = make_product(backend, held.levels, int(held.zero_point))
         x, threads = self.packed, torch.get_num_threads()
         levels = torch.randint(-127, 128, (len(x), held.levels.shape[1]), dtype=torch.int8)
-        tiles = [product.take(tile) for tile in levels.split(min(ROWS, -(-len(x) // threads)))]
+        tiles = [product.prepare(tile) for tile in levels.split(min(ROWS, -(-len(x) // threads)))]
 
         def multiply(tile: Tensor) -> None:
             place = torch.empty(len(tile) * min(product.rows, product.chunk), dtype=torch.int32)
@@ -80,23 +81,23 @@ class Batch:
 
         return run
 
-    def whole(self, screen: str) -> Callable[[], object]:
+    def whole(self, prefilter: str) -> Callable[[], object]:
         """Tokens to reduced tokens."""
         reducer = make(f"torino-m(k={K}, delta={DELTA})", sae=self.sae)
         patches = [image.patches for image in self.images]
 
         def run() -> object:
-            self.sae.screen = screen  # type: ignore[assignment]
+            self.sae.prefilter = prefilter  # type: ignore[assignment]
             return reducer.plan_batch(self.images).apply(patches)
 
         return run
 
 
-def screen_backend() -> Backend:
+def prefilter_backend() -> Backend:
     """Who multiplies whole numbers here; without any there is nothing to measure."""
     backend = backend_for(torch.device("cpu"))
     if backend is None:
-        raise SystemExit("The screen needs onnxruntime: pip install torino[fast].")
+        raise SystemExit("The prefilter needs onnxruntime: pip install torino[fast].")
     return backend
 
 

@@ -1,4 +1,4 @@
-"""What ``torino-x`` costs beside ``torino-m``, tokens to reduced tokens, plain and with the int8 screen.
+"""What ``torino-x`` costs beside ``torino-m``, tokens to reduced tokens, plain and with the int8 prefilter.
 
 python benchmarks/beyond.py                                        # prints the table
 python benchmarks/beyond.py --tokens rows/*.npy --write docs/beyond.md
@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from batches import DELTA, Batch, K, Known, lifted, real_photos, screen_backend
+from batches import DELTA, Batch, K, Known, lifted, prefilter_backend, real_photos
 from report import machine, parser, ratio, table, time_side_by_side, write_section
 
 from torino import VisualTokens, make
@@ -21,12 +21,12 @@ BUDGETS = (217, 192, 129, 128, 64, 47)
 WANTED = 1.2
 
 
-def whole(batch: Batch, spec: str, screen: str) -> Callable[[], object]:
+def whole(batch: Batch, spec: str, prefilter: str) -> Callable[[], object]:
     """Tokens to reduced tokens by one method."""
     reducer, patches = make(spec, sae=batch.sae), [image.patches for image in batch.images]
 
     def run() -> object:
-        batch.sae.screen = screen  # type: ignore[assignment]
+        batch.sae.prefilter = prefilter  # type: ignore[assignment]
         return reducer.plan_batch(batch.images).apply(patches)
 
     return run
@@ -56,7 +56,7 @@ def larger(batch: Batch, rounds: int) -> list[list[str]]:
         patches, (height, columns) = some.packed, some.images[0].grid
         images, budget = [VisualTokens(patches, (height * photos, columns))], len(patches) // 9
         specs = {"m": f"torino-m(k={K}, delta={DELTA}, budget={budget})", "x": f"torino-x(budget={budget})"}
-        batch.sae.screen = "off"
+        batch.sae.prefilter = "off"
         known = {"m": Known(batch.sae.top(patches, K)), "x": Known(batch.sae.top(patches, TorinoX.concepts))}
         tasks: dict[str, Callable[[], object]] = {}
         for name, spec in specs.items():
@@ -78,7 +78,7 @@ def main() -> None:
     d, c, many, budgets, rounds = (
         (512, 2048, 2, (64,), 2) if given.quick else (1024, 65536, 8, BUDGETS, int(given.rounds))
     )
-    screen_backend()
+    prefilter_backend()
     photos = real_photos(given.tokens)
     batch = lifted(photos, d, c, given.seed)
     some = tuple(dict.fromkeys((budgets[0], *budgets[-2:])))
@@ -90,7 +90,7 @@ def main() -> None:
     worst = [max(float(row[column]) for row in rows) for column in (4, 7)]
     verdict = [
         [f"{name}: at most {WANTED} × `torino-m`", f"{value:.3f} at worst", "met" if value <= WANTED else "**not met**"]
-        for name, value in zip(("plain", "with the int8 screen"), worst, strict=True)
+        for name, value in zip(("plain", "with the int8 prefilter"), worst, strict=True)
     ]
     parts = [
         f"Measured by `benchmarks/beyond.py`, seed {given.seed}, medians of {rounds} rounds in turn, of times and of "

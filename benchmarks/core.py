@@ -2,12 +2,12 @@
 
 In one run, in turn: (a) the method as the paper describes it, dense latents, top-k, a comparison of all pairs and
 union-find; (b) a lone float32 matrix product of that size, the floor; (c) torino, whole and by stage. Then torino with
-the int8 screen beside the same floor.
+the int8 prefilter beside the same floor.
 
     python benchmarks/core.py                                # prints the tables
     python benchmarks/core.py --write docs/performance.md    # and writes them into the page
-    python benchmarks/core.py --only screen --write docs/fast.md
-    python benchmarks/core.py --only screen --tokens rows/*.npy --sae ./my-sae   # other tokens, (photos, N, D) each
+    python benchmarks/core.py --only prefilter --write docs/fast.md
+    python benchmarks/core.py --only prefilter --tokens rows/*.npy --sae ./my-sae   # other tokens, (photos, N, D) each
     python benchmarks/core.py --quick                        # small sizes, a few seconds
 """
 
@@ -23,14 +23,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from batches import DELTA, Batch, K, isotropic, lifted, own_size, real_photos, screen_backend
+from batches import DELTA, Batch, K, isotropic, lifted, own_size, prefilter_backend, real_photos
 from report import machine, parser, peak_extra_memory, ratio, table, time_repeatedly, time_side_by_side, write_section
 from torch import Tensor
 
-from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
-from torino.core.topk.prefilter import zero_for
+from torino import SAE, VisualTokens, make
+from torino.core.concepts import Concepts
+from torino.core.grouping import group_by_overlap
+from torino.core.topk.prefilter import zero_point_for
 from torino.datasets.bundled import example_sae
-from torino.evaluation.latency.gauges import survivors
+from torino.evaluation.latency.probes import count_survivors
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Setting:
         weight = torch.nn.functional.normalize(torch.randn(c, d, generator=random), dim=1)
         bias = 0.01 * torch.randn(c, generator=random)
         sae = SAE(weight, bias, kind="matryoshka", threshold=0.5, groups=(c // 4, c - c // 4), k=20)
-        sae.screen = "off"
+        sae.prefilter = "off"
         rows = next(r for r in range(int(n**0.5), 0, -1) if n % r == 0)
         return cls(VisualTokens(patches, (rows, n // rows)), sae)
 
@@ -179,16 +181,16 @@ def measure_length(d: int, c: int, lengths: list[int], rounds: int, seed: int) -
     return rows
 
 
-# ---------------------------------------------------------------------- the int8 screen
+# ---------------------------------------------------------------------- the int8 prefilter
 
 
 def measure_screen(batches: list[Batch], rounds: int) -> tuple[list[list[str]], list[list[str]]]:
-    """Both searches beside the lone product; and how many latents the screen leaves."""
+    """Both searches beside the lone product; and how many latents the prefilter leaves."""
     times: list[list[str]] = []
     left: list[list[str]] = []
     for batch in batches:
         x, sae = batch.packed, batch.sae
-        plain, fast = sae.top(x, K, screen="off"), sae.top(x, K, screen="int8")
+        plain, fast = sae.top(x, K, prefilter="off"), sae.top(x, K, prefilter="int8")
         same = torch.equal(plain.indices, fast.indices) and torch.equal(plain.values, fast.values)
         out = torch.empty(len(x), sae.latents)
         seconds = time_side_by_side(
@@ -196,7 +198,7 @@ def measure_screen(batches: list[Batch], rounds: int) -> tuple[list[list[str]], 
                 "product": lambda: torch.mm(x, sae.W_enc.T, out=out),
                 "off": batch.whole("off"),
                 "int8": batch.whole("int8"),
-                "top": lambda: sae.top(x, K, screen="int8"),
+                "top": lambda: sae.top(x, K, prefilter="int8"),
                 "lone": batch.lone_int8(),
                 "rest": batch.rest(),
             },
@@ -207,15 +209,15 @@ def measure_screen(batches: list[Batch], rounds: int) -> tuple[list[list[str]], 
         times.append(
             [batch.name, median["product"], median["off"], median["int8"], *shares, "yes" if same else "**no**"]
         )
-        told = survivors(sae, batch.images, K)
+        told = count_survivors(sae, batch.images, K)
         assert told is not None
         spread = [f"{told['mean']:.1f}", *(f"{told[name]:.0f}" for name in ("median", "percentile_99", "most"))]
         left.append([batch.name, *spread, f"{told['left_to_plain']} of {len(x):,}"])
     return times, left
 
 
-def screen_verdicts(times: list[list[str]], memory: list[list[str]], wanted: list[str]) -> list[list[str]]:
-    """What was wanted of the screen, and whether it was met."""
+def prefilter_verdicts(times: list[list[str]], memory: list[list[str]], wanted: list[str]) -> list[list[str]]:
+    """What was wanted of the prefilter, and whether it was met."""
     rows = [(f"{row[0]}: whole, at most 0.5 of (b)", row[5], float(row[5]) <= 0.5) for row in times if row[0] in wanted]
     rows += [("the same concepts as the plain search", "in all rows", all(row[-1] == "yes" for row in times))]
     extra = float(memory[-1][1])
@@ -228,8 +230,8 @@ def memory_of(what: str, n: int, d: int, c: int, seed: int) -> float:
     small = Setting.of(64, 64, 512, seed)  # loads scipy and the math library, whose code is not what is measured
     whole(small)()
     dense_top(small.sae, small.tokens.patches, K)
-    if what == "screen":
-        small.sae.top(small.tokens.patches, K, screen="int8")
+    if what == "prefilter":
+        small.sae.top(small.tokens.patches, K, prefilter="int8")
     setting = Setting.of(n, d, c, seed)
     x, sae = setting.tokens.patches, setting.sae
     out = torch.zeros(n, c) if what == "product" else torch.empty(0)
@@ -237,10 +239,10 @@ def memory_of(what: str, n: int, d: int, c: int, seed: int) -> float:
         "product": lambda: torch.mm(x, sae.W_enc.T, out=out),
         "dense": lambda: dense_top(sae, x, K),
         "ours": whole(setting),
-        "screen": whole(setting),
+        "prefilter": whole(setting),
     }
-    if what == "screen":  # the int8 weights are made before, in the SAE as they are in a folder
-        sae.screen = "int8"
+    if what == "prefilter":  # the int8 weights are made before, in the SAE as they are in a folder
+        sae.prefilter = "int8"
         sae.top(x[:1], K)
     return peak_extra_memory(tasks[what])
 
@@ -251,7 +253,7 @@ def measure_memory(n: int, d: int, c: int, seed: int, only: tuple[str, ...]) -> 
         "product": "lone matrix product, into a buffer that is there (the library's own workspace)",
         "dense": "dense encode and top-k",
         "ours": "torino-m, tokens to reduced tokens",
-        "screen": "torino-m with the int8 screen, beyond the int8 weights too",
+        "prefilter": "torino-m with the int8 prefilter, beyond the int8 weights too",
     }
     names = {what: name for what, name in names.items() if what in only}
     rows = [["the N × C latents alone", f"{n * c * 4 / 2**20:.0f}"]]
@@ -289,7 +291,7 @@ def verdicts(
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    arguments.add_argument("--only", choices=["core", "screen"], help="one of the two parts; both without it")
+    arguments.add_argument("--only", choices=["core", "prefilter"], help="one of the two parts; both without it")
     arguments.add_argument("--tokens", nargs="*", type=Path, default=[], help="real tokens, (photos, N, D) numpy files")
     arguments.add_argument("--sae", type=Path, help="an SAE for them (default: the bundled one)")
     arguments.add_argument("--memory-of", nargs=5, help=argparse.SUPPRESS)
@@ -298,10 +300,10 @@ def main() -> None:
         what, *sizes = given.memory_of
         print(memory_of(what, *map(int, sizes)))
         return
-    for name in ("core", "screen"):
+    for name in ("core", "prefilter"):
         if given.only in (None, name):
-            text = (core if name == "core" else screen)(given)
-            # the figures of the screen have a page of their own, so one page may hold one of the two sections
+            text = (core if name == "core" else prefilter)(given)
+            # the figures of the prefilter have a page of their own, so one page may hold one of the two sections
             if given.write and (given.only or f"<!-- {name}: begin -->" in given.write.read_text(encoding="utf-8")):
                 write_section(given.write, name, text)
 
@@ -346,20 +348,20 @@ def core(given: argparse.Namespace) -> str:
     return "\n\n".join(parts)
 
 
-def screen(given: argparse.Namespace) -> str:
-    """The int8 screen beside the plain search and the lone product."""
+def prefilter(given: argparse.Namespace) -> str:
+    """The int8 prefilter beside the plain search and the lone product."""
     rounds, seed = (2, given.seed) if given.quick else (given.rounds, given.seed)
     n, d, c, many = (576, 512, 2048, 2) if given.quick else (576, 1024, 65536, 8)
-    backend = screen_backend()
+    backend = prefilter_backend()
     photos = real_photos(given.tokens)
     sae = example_sae() if given.sae is None else SAE.load(given.sae, decoder=False)
     real, own, noise = lifted(photos, d, c, seed), own_size(photos, sae), isotropic(n, d, c, seed)
     batches = [batch.first(count) for batch in (real, own, noise) for count in (1, many)]
     source = f"{len(photos)} photos of the files given" if given.tokens else "the four bundled photos"
     parts = [
-        f"Measured by `benchmarks/core.py --only screen`, seed {seed}, median of {rounds} rounds in turn, k = {K}; "
+        f"Measured by `benchmarks/core.py --only prefilter`, seed {seed}, median of {rounds} rounds in turn, k = {K}; "
         f"real tokens: {source}. {machine()}; {backend} {version(backend)}, "
-        f"{zero_for(backend).bit_length()}-bit weights."
+        f"{zero_point_for(backend).bit_length()}-bit weights."
     ]
 
     def add(title: str, made: str) -> None:
@@ -371,11 +373,11 @@ def screen(given: argparse.Namespace) -> str:
     headings += ["grouping and reduction alone", "same"]
     add("Tokens to reduced tokens, in ms and as shares of (b), the lone float32 product", table(headings, times))
     headings = ["", "mean", "median", "99 %", "most", "left to the plain search"]
-    add("Latents a token that the screen could not exclude", table(headings, left))
-    memory = measure_memory(n, d, c, seed, ("ours", "screen"))
+    add("Latents a token that the prefilter could not exclude", table(headings, left))
+    memory = measure_memory(n, d, c, seed, ("ours", "prefilter"))
     add(f"Extra memory at {n} × {d} × {c:,}, MiB beyond tokens and weights", table(["", "MiB"], memory))
     wanted = [batch.name for batch in batches[:4]]
-    parts.insert(1, table(["Wanted", "Got", ""], screen_verdicts(times, memory, wanted)))
+    parts.insert(1, table(["Wanted", "Got", ""], prefilter_verdicts(times, memory, wanted)))
     print(parts[1])
     return "\n\n".join(parts)
 

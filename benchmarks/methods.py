@@ -30,7 +30,7 @@ from torino.core.ragged import Ragged
 from torino.reducers import get, list_reducers
 
 UNIT, FLOOR = "one product of similarities", "bare gather, the floor"
-VARIANTS: dict[str, list[dict[str, Any]]] = {"prunesid": [{}, {"decomposition": "randomised"}]}
+VARIANTS: dict[str, list[dict[str, Any]]] = {"prunesid": [{}, {"decomposition": "randomized"}]}
 Task = Callable[[], Any]
 
 
@@ -199,7 +199,7 @@ BY_STEPS: dict[str, Callable[[VisualTokens, int], Tensor]] = {
     "prumerge(order='native')": prumerge_by_steps,
     "divprune(order='native')": divprune_by_steps,
     "prunesid(order='native')": partial(prunesid_by_steps, exact=True),
-    "prunesid(order='native', decomposition='randomised')": partial(prunesid_by_steps, exact=False),
+    "prunesid(order='native', decomposition='randomized')": partial(prunesid_by_steps, exact=False),
 }
 
 
@@ -229,7 +229,7 @@ def verdicts(times: list[list[str]], steps: list[list[str]], budget: int) -> lis
     said = f"without SAE or decomposition, at {budget}: at most 4 × the product; the slowest is {slowest[0]}"
     rows = [[said, f"{multiple:.2f} ×", _met(multiple <= 4)]]
     for name in ("prumerge", "prunesid", "divprune"):
-        some = [cells for cells in steps if cells[0].startswith(f"`{name}") and "randomised" not in cells[0]]
+        some = [cells for cells in steps if cells[0].startswith(f"`{name}") and "randomized" not in cells[0]]
         for at, met in ((cells[1], float(cells[4].split()[0])) for cells in some):
             rows.append([f"{name} at {at}: at least 5 × its rule step by step", f"{met:.1f} ×", _met(met >= 5)])
     return rows

@@ -100,10 +100,10 @@ def main() -> None:
 
         return run
 
-    sight = host.look(inputs, frozenset())
+    sight = host.encode(inputs, frozenset())
     tasks: dict[str, Callable[[], object]] = {
         "stock tower": lambda: model.model.vision_tower(inputs["pixel_values"], output_hidden_states=True),
-        "tower stopped after the tap block": lambda: host.look(inputs, frozenset()),
+        "tower stopped after the tap block": lambda: host.encode(inputs, frozenset()),
     }
     for count, reducer in reducers.items():
         tasks[f"torino at {count}"] = lambda reducer=reducer: reducer.plan_batch(list(sight.tokens)).apply(

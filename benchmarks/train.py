@@ -58,7 +58,7 @@ def ours(width: int, latents: int, steps: int, first: Tensor) -> Candidate:
         z = ((u - w.b_dec) @ w.W_enc.T + w.b_enc).relu()
         return (z * (z >= z.flatten().topk(K * len(u)).values.min())) @ w.W_dec + w.b_dec
 
-    return lambda number, u: trainer.take(u), rebuilt
+    return lambda number, u: trainer.train_step(u), rebuilt
 
 
 @cache
@@ -75,7 +75,7 @@ def trainers_of_dictionary_learning() -> types.ModuleType:
 
 
 def dictionary_learning(width: int, latents: int, steps: int, first: Tensor) -> Candidate:
-    settled = TrainConfig(latents=latents, k=K, steps=steps).settled(width)
+    config = TrainConfig(latents=latents, k=K, steps=steps).resolve(width)
     trainer = trainers_of_dictionary_learning().MatryoshkaBatchTopKTrainer(
         steps=steps,
         activation_dim=width,
@@ -84,9 +84,9 @@ def dictionary_learning(width: int, latents: int, steps: int, first: Tensor) -> 
         layer=0,
         lm_name="",
         group_fractions=list(FRACTIONS),
-        lr=settled.lr,
-        warmup_steps=settled.warmup,
-        decay_start=settled.decay_from,
+        lr=config.lr,
+        warmup_steps=config.warmup,
+        decay_start=config.decay_from,
         seed=0,
         device="cpu",
     )
@@ -99,25 +99,25 @@ def sae_lens(width: int, latents: int, steps: int, first: Tensor) -> Candidate:
     from sae_lens.saes import matryoshka_batchtopk_sae as module
     from sae_lens.training.sae_trainer import SAETrainer
 
-    settled = TrainConfig(latents=latents, k=K, steps=steps).settled(width)
-    widths = np.cumsum(settled.groups()).tolist()
+    config = TrainConfig(latents=latents, k=K, steps=steps).resolve(width)
+    widths = np.cumsum(config.group_sizes()).tolist()
     made = module.MatryoshkaBatchTopKTrainingSAEConfig(
         d_in=width, d_sae=latents, k=K, matryoshka_widths=widths, device="cpu"
     )
-    config = SAETrainerConfig(
+    trainer_config = SAETrainerConfig(
         n_checkpoints=0,
         checkpoint_path=None,
         save_final_checkpoint=False,
         total_training_samples=len(first) * steps,
         device="cpu",
         autocast=False,
-        lr=settled.lr,
+        lr=config.lr,
         lr_end=0.0,
         lr_scheduler_name="constant",
-        lr_warm_up_steps=settled.warmup,
+        lr_warm_up_steps=config.warmup,
         adam_beta1=0.9,
         adam_beta2=0.999,
-        lr_decay_steps=steps - settled.decay_from,
+        lr_decay_steps=steps - config.decay_from,
         n_restart_cycles=1,
         train_batch_size_samples=len(first),
         dead_feature_window=1000,
@@ -126,7 +126,7 @@ def sae_lens(width: int, latents: int, steps: int, first: Tensor) -> Candidate:
     )
     torch.manual_seed(0)
     sae = module.MatryoshkaBatchTopKTrainingSAE(made)
-    trainer = SAETrainer(config, sae, iter([]))
+    trainer = SAETrainer(trainer_config, sae, iter([]))
     scale = float(width**0.5 / first.norm(dim=1).mean())
 
     def step(number: int, u: Tensor) -> None:

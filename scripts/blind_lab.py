@@ -36,12 +36,12 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from torino_lab.catalog import BENCHMARKS
 
 from torino.core.io import write_atomic, write_json
-from torino.evaluation.benchmarks import LAB_BENCHMARKS
 from torino.evaluation.results import open_run
 from torino.evaluation.runner import RunPlan, evaluate
-from torino.evaluation.samples import REFERENCE
+from torino.evaluation.samples import MAX_REFERENCE
 from torino.evaluation.tasks import Task, open_task
 from torino.version import __version__
 from torino.vlm.session import load_vlm
@@ -56,7 +56,7 @@ def rewrite(source: Path, target: Path, swap: Callable[[list[str]], list[str]]) 
     """Copy a TSV with other pictures; rows that share a picture go on sharing one."""
     with source.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    held = [row for row in rows if len(row["image"]) > REFERENCE]
+    held = [row for row in rows if len(row["image"]) > MAX_REFERENCE]
     for row, picture in zip(held, swap([row["image"] for row in held]), strict=True):
         row["image"] = picture
     text = io.StringIO()
@@ -145,7 +145,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     known = None if args.run is None else open_run(args.run)
-    names = [name for name in LAB_BENCHMARKS if (args.data / f"{name}.tsv").is_file()]
+    names = [name for name in BENCHMARKS if (args.data / f"{name}.tsv").is_file()]
     names = names if known is None else [name for name in names if name in known.tasks]
     part, parts = (int(one) for one in args.shard.split("/"))
     swaps = {"another's": moved} if args.no_grey else {"grey": grey, "another's": moved}

@@ -25,13 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torino_lab.catalog import BENCHMARKS
 from torino_lab.shipped import lab_sae
 from torino_lab.tower import lab_tower
 
-from torino import SAE, Concepts, VisualTokens, group_by_overlap, make
+from torino import SAE, VisualTokens, make
+from torino.core.concepts import Concepts
+from torino.core.grouping import group_by_overlap
 from torino.core.io import write_json
 from torino.datasets.images import open_image
-from torino.evaluation.benchmarks import LAB_BENCHMARKS
 from torino.evaluation.results import Run, open_run
 from torino.evaluation.samples import Sample
 from torino.evaluation.scoring import Score
@@ -199,10 +201,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON to write")
     args = parser.parse_args()
     run = open_run(args.run)
-    if not set(run.tasks) <= set(LAB_BENCHMARKS):
+    if not set(run.tasks) <= set(BENCHMARKS):
         raise SystemExit(f"{args.run} is not a run on the lab's benchmarks.")
-    if args.sae is None and run.facts.get("model") != "lab":
-        raise SystemExit(f"{args.run} was made with {run.facts.get('model')}: say which SAE it had, with --sae.")
+    if args.sae is None and run.metadata.get("model") != "lab":
+        raise SystemExit(f"{args.run} was made with {run.metadata.get('model')}: say which SAE it had, with --sae.")
     sae = lab_sae() if args.sae is None else SAE.load(args.sae)
     tower = lab_tower(sae.card.block if sae.card.block is not None else 7)
     samples = {(name, one.index): one for name, task in run.open_tasks().items() for one in task}
@@ -260,7 +262,7 @@ def _tokens_of(sample: Sample, seen: dict[str, VisualTokens], tower: Any) -> str
     """Look at the picture of a sample, once; its name."""
     key = sample.image.key
     if key not in seen:
-        (seen[key],) = tower.look([open_image(sample.image.read())])
+        (seen[key],) = tower.encode([open_image(sample.image.read())])
     return key
 
 

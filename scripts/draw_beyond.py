@@ -1,6 +1,6 @@
 """Draw docs/images/beyond-lengths.png: how the length of TORINO-X follows its one threshold, and the picture.
 
-Left: the average number of tokens over pictures made of dev photos, by ``least``, and the band in which eight of ten
+Left: the average number of tokens over pictures made of dev photos, by ``min_gain``, and the band in which eight of ten
 pictures lie; beside it the averages that the paper's grid of (k, δ) can give. Right: what each sort of picture keeps
 with the threshold that leaves 128 tokens on average, fitted on other pictures.
 
@@ -20,8 +20,18 @@ from torino_lab.shipped import lab_sae
 from torino_lab.tower import BLOCK
 from train_lab import look, shards
 
-from torino import VisualTokens, calibrate, calibrate_cover
-from torino.evaluation.reporting.figures.style import BLUE, INK, PAGE, RED, SOFT, new_figure, save_figure, styled
+from torino import VisualTokens
+from torino.reducers.calibration import calibrate, calibrate_cover
+from torino.evaluation.reporting.figures.style import (
+    BLUE,
+    INK,
+    MUTED,
+    PAGE_WIDTH,
+    RED,
+    figure_style,
+    new_figure,
+    save_figure,
+)
 from torino.reducers.torino_x import TIE, TorinoX
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,11 +59,11 @@ def main() -> None:
     gains = np.stack(reducer.gains(tried))  # (pictures, 576), falling
     levels = np.geomspace(0.02, 8.0, 160)
     lengths = 1 + (gains[:, 1:, None] >= levels - TIE).sum(1)  # (pictures, levels)
-    fitted = calibrate_cover(others, TARGET, reducer=reducer).least
+    fitted = calibrate_cover(others, TARGET, reducer=reducer).min_gain
     got = 1 + (gains[:, 1:] >= fitted - TIE).sum(1)
     grid = calibrate(tried, target=TARGET, sae=lab_sae(decoder=False), max_k=3).table
-    with styled():
-        figure = new_figure(PAGE, 2.6)
+    with figure_style():
+        figure = new_figure(PAGE_WIDTH, 2.6)
         left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
         low, high = np.quantile(lengths, (0.1, 0.9), axis=0)
         left.fill_between(levels, low, high, color=RED, alpha=0.15, linewidth=0)
@@ -70,7 +80,7 @@ def main() -> None:
             text, mean = ", ".join(f"({k}, {delta})" for _, (k, delta) in some), np.mean([mean for mean, _ in some])
             left.annotate(text, (12.5, float(mean)), fontsize=6.5, va="center", annotation_clip=False)
         left.set_xscale("log")
-        left.set(xlim=(0.02, 10.5), ylim=(0, 576), xlabel="least: what a further token must add, in patches")
+        left.set(xlim=(0.02, 10.5), ylim=(0, 576), xlabel="min_gain: minimal gain of a token, in patches")
         left.set_ylabel("tokens of 576")
         left.set_yticks([0, 100, 200, 300, 400, 500, 576])
         left.set_xticks([0.02, 0.1, 0.5, 2, 8], ["0.02", "0.1", "0.5", "2", "8"])
@@ -83,14 +93,14 @@ def main() -> None:
             mine = got[sorts == name]
             right.scatter(place + draw.uniform(-0.22, 0.22, len(mine)), mine, s=5, color=RED, alpha=0.35, linewidths=0)
             right.plot([place - 0.32, place + 0.32], [mine.mean()] * 2, color=INK, linewidth=1.4)
-        right.axhline(got.mean(), color=SOFT, linestyle=":", linewidth=0.9, label=f"mean {got.mean():.0f}")
+        right.axhline(got.mean(), color=MUTED, linestyle=":", linewidth=0.9, label=f"mean {got.mean():.0f}")
         right.set_xticks(range(len(names)), names, rotation=25)
-        right.set(ylabel=f"tokens, least = {fitted:.2f}", ylim=(0, None))
+        right.set(ylabel=f"tokens, min_gain = {fitted:.2f}", ylim=(0, None))
         right.legend(loc="lower left")
         save_figure(figure, args.output.parent, args.output.stem, ("png",))
     spread = np.quantile(got, (0.1, 0.9))
     print(
-        f"least = {fitted:.3f}: {got.mean():.1f} tokens on average, eight of ten in {spread[0]:.0f} to {spread[1]:.0f}"
+        f"min_gain = {fitted:.3f}: {got.mean():.1f} tokens on average, eight of ten in {spread[0]:.0f} to {spread[1]:.0f}"
     )
     for name in names:
         print(f"  {name:8s} {got[sorts == name].mean():6.1f}  ({(sorts == name).sum()} pictures)")

@@ -12,13 +12,13 @@ from pathlib import Path
 from torino.evaluation.reporting.figures.style import (
     BLUE,
     GREEN,
+    MUTED,
     ORANGE,
-    PAGE,
+    PAGE_WIDTH,
     RED,
-    SOFT,
+    figure_style,
     new_figure,
     save_figure,
-    styled,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,13 +42,13 @@ def main() -> None:
         (json.loads(file.read_text(encoding="utf-8")) for file in args.work.glob("check-*.json")),
         key=lambda one: one["step"],
     )
-    with styled():
-        figure = new_figure(PAGE, 2.5)
+    with figure_style():
+        figure = new_figure(PAGE_WIDTH, 2.5)
         left, right = figure.subplots(1, 2)
         steps = sorted(held)
         left.plot(steps, [held[step] for step in steps], color=BLUE, linewidth=0.9)
         left.set(xlabel="step, 4 pictures each", ylabel="loss a question (nats a token)", ylim=(0, 2))
-        for (name, kinds), colour in zip(GROUPS.items(), (BLUE, ORANGE, GREEN, RED, SOFT), strict=True):
+        for (name, kinds), colour in zip(GROUPS.items(), (BLUE, ORANGE, GREEN, RED, MUTED), strict=True):
             shares = []
             for one in checks:
                 there = [one["kinds"][kind] for kind in kinds if kind in one["kinds"]]

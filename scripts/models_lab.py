@@ -43,7 +43,7 @@ def read(files: list[Path]) -> dict[int, Scores]:
 
 def is_own(label: str, method: str) -> bool:
     """Whether a label is the method's, also with hyperparameters that were written out."""
-    return label == method or label.startswith(f"{method.lower()}(")
+    return label == method or label.lower().startswith(f"{method.lower()}(")
 
 
 def line(tier: int, models: list[Scores], method: str) -> list[str]:

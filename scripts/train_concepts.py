@@ -36,11 +36,11 @@ from torino.datasets import open_photos  # noqa: E402
 from torino.datasets.bundled import example_folder  # noqa: E402
 from torino.datasets.images import open_image  # noqa: E402
 from torino.interpret.naming import name_concepts, save_names  # noqa: E402
-from torino.interpret.photos import Looking  # noqa: E402
-from torino.interpret.sheet import concepts, draw_concepts  # noqa: E402
-from torino.interpret.top_activations import gather  # noqa: E402
+from torino.interpret.photos import PhotoReader  # noqa: E402
+from torino.interpret.sheet import draw_concept_sheet, select_concepts  # noqa: E402
+from torino.interpret.top_activations import collect_top_activations  # noqa: E402
 from torino.sae.model import SAE  # noqa: E402
-from torino.training.activations.cache import harvest  # noqa: E402
+from torino.training.activations.cache import cache_activations  # noqa: E402
 from torino.training.activations.store import Store  # noqa: E402
 from torino.training.config import TrainConfig  # noqa: E402
 from torino.training.sweep import sweep  # noqa: E402
@@ -98,7 +98,7 @@ def recipe_for(kind: str, args: argparse.Namespace) -> TrainConfig:
 
 
 def make(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Harvest, train and judge; a row for each SAE."""
+    """Cache activations, train and judge; a row for each SAE."""
     tower = Kept(args.work / "tokens", args.block)
     judge = Kept(args.work / "tokens-judge", JUDGE)
     photos = open_photos(args.photos, limit=args.images)
@@ -108,9 +108,9 @@ def make(args: argparse.Namespace) -> list[dict[str, Any]]:
     def progress(what: str) -> Any:
         return lambda done, *_: say(f"\r{what} {done}   ", end="")
 
-    held = harvest(tower, dev, args.work / "dev-all", tokens="all", batch=8, progress=progress("held out"))
+    held = cache_activations(tower, dev, args.work / "dev-all", tokens="all", batch=8, progress=progress("held out"))
     for kind, words in KINDS.items():
-        store = harvest(
+        store = cache_activations(
             tower,
             photos,
             args.work / f"train-{kind.replace(':', '')}",
@@ -126,18 +126,18 @@ def make(args: argparse.Namespace) -> list[dict[str, Any]]:
             judged = place / "judged.json"
             if not judged.exists():
                 sae = SAE.load(place)
-                evidence = gather(
-                    sae, Looking(dev, tower, judge), keep=16, into=place, progress=progress("judging photo")
+                activations = collect_top_activations(
+                    sae, PhotoReader(dev, tower, judge), keep=16, output=place, progress=progress("judging photo")
                 )
-                scores = evidence.monosemanticity
+                scores = activations.monosemanticity
                 write_json(
                     judged,
                     {
                         "mean": scores.mean,
                         "median": scores.median,
                         "chance": scores.chance,
-                        "judged": len(scores.judged),
-                        "silent": scores.silent,
+                        "judged": len(scores.defined),
+                        "silent": scores.dead,
                     },
                 )
             rows.append(row | {"kind": words, "rows trained": store.rows, "ms": read_json(judged)})
@@ -153,17 +153,21 @@ def draw(args: argparse.Namespace) -> None:
     place = args.work / "saes" / "all" / f"x{args.expansions[-1]:g}"
     dev = open_photos(str(args.dev), limit=args.heldout)
     tower = Kept(args.work / "tokens", args.block)
-    judged = Looking(dev, tower, Kept(args.work / "tokens-judge", JUDGE))
+    judged = PhotoReader(dev, tower, Kept(args.work / "tokens-judge", JUDGE))
     sae = SAE.load(place)
-    evidence = gather(sae, judged, keep=16, into=place)
-    names = name_concepts(evidence, judged.texts())
-    save_names(place, names, evidence)
+    activations = collect_top_activations(sae, judged, keep=16, output=place)
+    names = name_concepts(activations, judged.get_texts())
+    save_names(place, names, activations)
     say(f"{len(names):,} of {sae.latents:,} concepts have names")
-    looking = Looking(open_photos(free_photos(args.work / "free")), tower)
-    seen = gather(sae, looking, keep=6)
-    shown = [one for one in concepts(seen, names) if one.name and 3 <= int(seen.fired_photos[one.latent]) <= 14]
+    reader = PhotoReader(open_photos(free_photos(args.work / "free")), tower)
+    free = collect_top_activations(sae, reader, keep=6)
+    shown = [
+        concept
+        for concept in select_concepts(free, names)
+        if concept.name and 3 <= int(free.active_photos[concept.latent]) <= 14
+    ]
     title = f"Concepts of a Matryoshka SAE with {sae.latents:,} latents, named from captions of other photos"
-    save_picture(draw_concepts(seen, shown[:12], looking.picture, photos=6, title=title), args.sheet)
+    save_picture(draw_concept_sheet(free, shown[:12], reader.get_picture, photos=6, title=title), args.sheet)
 
 
 def free_photos(folder: Path) -> Path:

@@ -96,7 +96,7 @@ def look(corpus: Corpus, work: Path, block: int) -> None:
             coming = [ahead.submit(corpus.turns, number, SETS) for number in numbers]
             for first in range(0, len(numbers), 4):
                 examples = [later.result() for later in coming[first : first + 4]]
-                for place, seen in enumerate(tower.look([turns[0].image for turns in examples]), first):
+                for place, seen in enumerate(tower.encode([turns[0].image for turns in examples]), first):
                     assert seen.cls is not None
                     tokens[place], cls[place] = seen.patches.half().numpy(), seen.cls.half().numpy()
                 asked += [
@@ -402,7 +402,7 @@ class Judged(NamedTuple):
 def weighed(mask: Tensor, head: int, plan: Reduction) -> Tensor:
     """A mask that adds ln n to what a token of n patches is attended with, as if it stood there n times."""
     added = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    added[..., head : head + len(plan)] += plan.mass.float().log()
+    added[..., head : head + len(plan)] += plan.sizes.float().log()
     return added
 
 

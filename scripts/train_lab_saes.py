@@ -31,8 +31,8 @@ from train_concepts import Kept
 from torino.core.io import write_atomic, write_json
 from torino.datasets import open_photos
 from torino.interpret.naming import name_concepts, save_names
-from torino.interpret.photos import Looking
-from torino.interpret.top_activations import gather
+from torino.interpret.photos import PhotoReader
+from torino.interpret.top_activations import collect_top_activations
 from torino.sae.model import SAE
 from torino.training.activations.base import InMemory
 from torino.training.config import TrainConfig
@@ -69,13 +69,13 @@ def rows_of(args: argparse.Namespace, kind: str, encoder: str) -> InMemory:
                 torch.from_numpy(np.stack([one[at] for one, at in zip(array, places, strict=True)])).flatten(0, 1)
             )
         count += len(array)
-    facts = {
+    metadata = {
         "encoder": encoder,
         "block": args.block,
         "token_kind": KINDS[kind],
         "data": f"{count:,} training pictures of the torino lab, made of Flickr8k photos",
     }
-    return InMemory(torch.cat(parts), seed=args.seed, facts=facts)
+    return InMemory(torch.cat(parts), seed=args.seed, metadata=metadata)
 
 
 def held_out(args: argparse.Namespace) -> Path:
@@ -88,7 +88,7 @@ def held_out(args: argparse.Namespace) -> Path:
         tower = lab_tower(args.block)
         seen: list[np.ndarray] = []
         for number in range(len(corpus)):
-            seen.append(tower.look([corpus[number].image])[0].patches.half().numpy())
+            seen.append(tower.encode([corpus[number].image])[0].patches.half().numpy())
             say(f"\rheld out {number + 1}/{len(corpus)} ", end="")
         say("")
         write_atomic(file, lambda target: _save(target, np.stack(seen)))
@@ -114,10 +114,12 @@ def steps_of(args: argparse.Namespace, kind: str, expansion: float) -> int:
 def give_names(args: argparse.Namespace, place: Path) -> None:
     """Name the concepts of an SAE by the captions of photos, beside it."""
     sae = SAE.load(place)
-    looking = Looking(open_photos(args.photos, limit=args.named_by), Kept(args.work / "tokens", args.block))
-    evidence = gather(sae, looking, keep=16, progress=lambda done, *_: say(f"\rnaming: photo {done} ", end=""))
-    names = name_concepts(evidence, looking.texts())
-    save_names(place, names, evidence)
+    reader = PhotoReader(open_photos(args.photos, limit=args.named_by), Kept(args.work / "tokens", args.block))
+    activations = collect_top_activations(
+        sae, reader, keep=16, progress=lambda done, *_: say(f"\rnaming: photo {done} ", end="")
+    )
+    names = name_concepts(activations, reader.get_texts())
+    save_names(place, names, activations)
     say(f"\n{len(names):,} of {sae.latents:,} concepts have names")
 
 

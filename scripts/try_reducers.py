@@ -12,8 +12,8 @@ Examples
 --------
 ::
 
-    python scripts/try_reducers.py --photos dev.parquet --budgets 192,64 divprune torino-x 'torino-x(form="prune")'
-    python scripts/try_reducers.py --photos dev.parquet 'torino-m(k=2, delta=2)' 'torino-x(least=0.3)' --output try.json
+    python scripts/try_reducers.py --photos dev.parquet --budgets 192,64 divprune torino-x 'torino-x(mode="prune")'
+    python scripts/try_reducers.py --photos dev.parquet 'torino-m(k=2, delta=2)' 'torino-x(min_gain=0.3)' --output try.json
     python scripts/try_reducers.py --photos dev.parquet --budgets 64 torino-x 'torino-x(pooled=True)' --fit 40
     python scripts/try_reducers.py --photos dev.parquet --budgets 192,64 torino-x --mass
     python scripts/try_reducers.py --photos dev.parquet --work build/lab2 --model build/lab2/model torino-x
@@ -40,12 +40,13 @@ from torino_lab.corpus import Corpus, read_photos
 from torino_lab.model import SHIPPED
 from train_lab import judge, look, questions, shards
 
-from torino import SAE, RawEmbedding, VisualTokens, calibrate_cover, make
+from torino import SAE, RawEmbedding, VisualTokens, make
+from torino.reducers.calibration import calibrate_cover
 from torino.cli._common import POSITIONS
 from torino.core.errors import TorinoError
 from torino.core.io import write_json
 from torino.core.reduction import Reduction
-from torino.evaluation.protocol import takes
+from torino.evaluation.protocol import has_parameter
 from torino.reducers import Reducer
 from torino.reducers.torino_x import TorinoX
 from torino.vlm.adapters.base import place
@@ -96,7 +97,7 @@ class Bench:
         assert reducer.budget is not None
         others = [VisualTokens(one, (24, 24)) for one in self.others]
         found = calibrate_cover(others, reducer.budget, reducer=reducer)
-        return replace(reducer, budget=None, least=found.least)
+        return replace(reducer, budget=None, min_gain=found.min_gain)
 
     def run(self, plans: Sequence[Reduction] | None, original: bool = False, mass: bool = False) -> dict[str, Any]:
         """Ask all questions; right or wrong, and surprise, in one order for all."""
@@ -183,7 +184,7 @@ def main() -> None:
         first: dict[str, Any] | None = None
         specs = list(args.specs) if args.against is None else [args.against, *args.specs]
         if args.fit and budget is not None:
-            own = ("pooled=", "least=", "budget=")
+            own = ("pooled=", "min_gain=", "budget=")
             specs += [
                 f"{spec}{FITTED}" for spec in specs if spec.startswith("torino-x") and not any(map(spec.count, own))
             ]
@@ -225,8 +226,8 @@ def sae_hash(folder: Path) -> str:
 
 
 def _made(spec: str, sae: SAE | RawEmbedding, budget: int | None) -> Reducer:
-    own: dict[str, Any] = {"sae": sae} if takes(spec.partition("(")[0], "sae") else {}
-    fixed = budget is None or "budget=" in spec or "least=" in spec
+    own: dict[str, Any] = {"sae": sae} if has_parameter(spec.partition("(")[0], "sae") else {}
+    fixed = budget is None or "budget=" in spec or "min_gain=" in spec
     return make(spec, **own, **({} if fixed else {"budget": budget}))
 
 

@@ -7,66 +7,63 @@
 Reduction(9 -> 3 tokens by torino-m(k=1, delta=1): 3 primary)
 >>> plan.apply(tokens.patches).shape
 torch.Size([3, 9])
->>> print(plan.explain(1))
-Token 1 of 3 (primary) takes the place of patch 2 (row 0, column 2) and sums 2 patches
-with weights of 0.847. It stands for 2 patches, 22% of the image. Their most common concept
-is 1. Score 1.
 """
 
-from torino.core.concepts import ConceptEncoder, Concepts, RawEmbedding
-from torino.core.errors import (
-    BadFile,
-    BadParameter,
-    BadTokens,
-    MissingSignal,
-    SAEMismatch,
-    TorinoError,
-    UnknownName,
-    UnmetBudget,
-    Unreachable,
-)
-from torino.core.explanation import Explanation
-from torino.core.grouping import Groups, group_by_overlap
-from torino.core.ragged import Ragged
-from torino.core.reduction import Reduction, ReductionBatch
-from torino.core.tokens import Origin, VisualTokens, load_tokens, save_tokens
-from torino.reducers import Reducer, list_reducers, make, register
-from torino.reducers.calibration import Calibration, CoverCalibration, calibrate, calibrate_cover
-from torino.sae.model import SAE, SAECard
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torino.core.errors import TorinoError
 from torino.version import __version__
+
+if TYPE_CHECKING:
+    from torino.core.concepts import RawEmbedding
+    from torino.core.reduction import Reduction
+    from torino.core.tokens import VisualTokens
+    from torino.reducers import Reducer, list_reducers, make, register
+    from torino.sae import SAE
+    from torino.vlm import ask, load_vlm, reduced
 
 __all__ = [
     "SAE",
-    "BadFile",
-    "BadParameter",
-    "BadTokens",
-    "Calibration",
-    "ConceptEncoder",
-    "Concepts",
-    "CoverCalibration",
-    "Explanation",
-    "Groups",
-    "MissingSignal",
-    "Origin",
-    "Ragged",
     "RawEmbedding",
     "Reducer",
     "Reduction",
-    "ReductionBatch",
-    "SAECard",
-    "SAEMismatch",
     "TorinoError",
-    "UnknownName",
-    "UnmetBudget",
-    "Unreachable",
     "VisualTokens",
     "__version__",
-    "calibrate",
-    "calibrate_cover",
-    "group_by_overlap",
+    "ask",
     "list_reducers",
-    "load_tokens",
+    "load_vlm",
     "make",
+    "reduced",
     "register",
-    "save_tokens",
 ]
+
+# Loaded on first use: torch takes seconds to import, and transformers is optional.
+_MODULES = {
+    "SAE": "torino.sae",
+    "RawEmbedding": "torino.core.concepts",
+    "Reducer": "torino.reducers",
+    "Reduction": "torino.core.reduction",
+    "VisualTokens": "torino.core.tokens",
+    "ask": "torino.vlm",
+    "list_reducers": "torino.reducers",
+    "load_vlm": "torino.vlm",
+    "make": "torino.reducers",
+    "reduced": "torino.vlm",
+    "register": "torino.reducers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'torino' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The house contract, public: put your own reducer through the tests that ours must pass."""
+"""Public test suite for reducers: run your own method through the checks that all bundled methods pass."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
 from torino.reducers import InTowerReducer, Reducer, as_in_tower, list_reducers, make
 
-PLAIN = frozenset({"cls", "cls_attention", "keys"})
+STANDARD_SIGNALS = frozenset({"cls", "cls_attention", "keys"})  # arguments of VisualTokens
 GRIDS = ((8, 8), (5, 3), (1, 7), (4, 4), (1, 1))
 
 
 def sample_tokens(width: int = 16, *, needs: frozenset[str] = frozenset(), seed: int = 0) -> list[VisualTokens]:
-    """A few small images on odd grids, clustered so that groups form; same seed, same tokens.
+    """Return the tokens of a few small random images on various grids, clustered so that groups form.
 
-    They carry a CLS token, its attention and keys, and whatever else ``needs`` list_reducers.
+    They have a CLS token, its attention, keys, and all signals in ``needs``. The result depends only on the arguments.
     """
-    source = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     images: list[VisualTokens] = []
     for grid in GRIDS:
         n = grid[0] * grid[1]
-        centres = torch.randn(max(2, n // 6), width, generator=source)
-        picked = centres[torch.randint(len(centres), (n,), generator=source)]
-        attention = torch.rand(2, n, generator=source)
+        centers = torch.randn(max(2, n // 6), width, generator=generator)
+        assigned = centers[torch.randint(len(centers), (n,), generator=generator)]
+        attention = torch.rand(2, n, generator=generator)
         images.append(
             VisualTokens(
-                patches=picked + 0.1 * torch.randn(n, width, generator=source),
+                patches=assigned + 0.1 * torch.randn(n, width, generator=generator),
                 grid=grid,
-                cls=torch.randn(width, generator=source),
+                cls=torch.randn(width, generator=generator),
                 cls_attention=attention / attention.sum(1, keepdim=True),
-                keys=torch.randn(n, 8, generator=source),
-                signals={name: sample_signal(name, n, width, source) for name in sorted(needs - PLAIN)},
+                keys=torch.randn(n, 8, generator=generator),
+                signals={name: sample_signal(name, n, width, generator) for name in sorted(needs - STANDARD_SIGNALS)},
             )
         )
     return images
 
 
-def sample_signal(name: str, n: int, width: int, source: torch.Generator, heads: int = 2) -> torch.Tensor:
-    """A random signal of the shape that its name stands for, for ``n`` patches."""
+def sample_signal(name: str, n: int, width: int, generator: torch.Generator, heads: int = 2) -> Tensor:
+    """Return a random signal for ``n`` patches, with the shape that belongs to its name."""
     kind = name.partition("@")[0]
     shapes = {
         "cls_attention": (heads, n),
@@ -57,23 +57,23 @@ def sample_signal(name: str, n: int, width: int, source: torch.Generator, heads:
         "joint": (n, 12),
         "projected": (n, 2 * width),
     }
-    values = torch.randn(shapes.get(kind, (n, width)), generator=source)
+    values = torch.randn(shapes.get(kind, (n, width)), generator=generator)
     return values.softmax(-1) if "attention" in kind else values
 
 
 def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None) -> None:
-    """Raise AssertionError, in words, if a reducer breaks what torino expects of any method.
+    """Raise AssertionError if a reducer violates the contract of torino.
 
-    It must honour its budget, give well-formed rows in the order it says, plan each image independently of its
-    neighbours and of the batch (or, if images share its budget, leave it on average), give the same plan twice, leave
-    its input and the global random state alone, take half precision, and be rebuilt by its own spec. One that works
-    inside a tower is put through :func:`pretend_tower`, and must say in a sentence that it cannot plan finished tokens.
+    A reducer must meet its budget, return well-formed rows in its output order, plan each image independently of the
+    batch (or, if images share its budget, meet it on average), return the same plan twice, not change its input or the
+    global random state, accept half precision, and be rebuilt from its own spec. A reducer that works inside a tower is
+    run through :func:`simulate_tower` and must raise MissingSignal for the output tokens of a tower.
 
     Parameters
     ----------
     reducer : Reducer
     tokens : sequence of VisualTokens, optional
-        Images to try it on; by default small ones of the width that ``reducer.sae`` reads, if it has one.
+        Test images. Defaults to small ones with the width of ``reducer.sae``, if there is one.
 
     Examples
     --------
@@ -82,108 +82,112 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     """
     width = getattr(getattr(reducer, "sae", None), "width", 16)
     images = list(tokens) if tokens is not None else sample_tokens(width, needs=reducer.needs)
-    before = [image.patches.clone() for image in images]
+    original_patches = [image.patches.clone() for image in images]
     random_state, numpy_state = torch.get_rng_state(), repr(np.random.get_state())  # noqa: NPY002
 
-    inside = as_in_tower(reducer)
-    planned: Callable[[VisualTokens], Reduction] = reducer.plan
-    if inside is not None:
-        planned = lambda image: pretend_tower(inside, image)[1]  # noqa: E731
-    pairs = list(_plannable(reducer, planned, images, before))
-    _expect(bool(pairs), reducer, "planned none of the sample images")
-    images, plans, before = [one for one, _, _ in pairs], [one for _, one, _ in pairs], [one for _, _, one in pairs]
+    in_tower = as_in_tower(reducer)
+    plan_image: Callable[[VisualTokens], Reduction] = reducer.plan
+    if in_tower is not None:
+        plan_image = lambda image: simulate_tower(in_tower, image)[1]  # noqa: E731
+    planned = list(_plan_feasible(reducer, plan_image, images, original_patches))
+    _expect(bool(planned), reducer, "planned none of the sample images")
+    images = [image for image, _, _ in planned]
+    plans = [plan for _, plan, _ in planned]
+    original_patches = [patches for _, _, patches in planned]
     for image, plan in zip(images, plans, strict=True):
         _check_plan(reducer, image, plan)
-    for again, plan in zip([planned(image) for image in images], plans, strict=True):
-        _expect(same_plan(again, plan), reducer, "gave two plans for the same image")
-    if inside is not None:
-        _expect(_refuses(reducer, images[0]), reducer, "works inside towers and planned finished tokens")
+    for second_plan, plan in zip([plan_image(image) for image in images], plans, strict=True):
+        _expect(same_plan(second_plan, plan), reducer, "gave two different plans for the same image")
+    if in_tower is not None:
+        _expect(_rejects_output_tokens(reducer, images[0]), reducer, "works inside towers but planned output tokens")
     if reducer.shares_batch:
-        together, budget = reducer.plan_batch(images), getattr(reducer, "budget", 0)
-        _expect(int(together.lengths.sum()) == budget * len(images), reducer, "left other than its budget on average")
-    for batch in (images, images[::-1]) if inside is None and not reducer.shares_batch else ():
-        alone = plans if batch is images else plans[::-1]
-        for together, plan in zip(reducer.plan_batch(batch), alone, strict=True):
-            _expect(same_plan(together, plan), reducer, "planned an image differently in a batch")
+        batch, budget = reducer.plan_batch(images), getattr(reducer, "budget", 0)
+        _expect(int(batch.lengths.sum()) == budget * len(images), reducer, "did not meet its budget on average")
+    elif in_tower is None:
+        for order in (1, -1):
+            batch = reducer.plan_batch(images[::order])
+            for batch_plan, plan in zip(batch, plans[::order], strict=True):
+                _expect(same_plan(batch_plan, plan), reducer, "planned an image differently in a batch")
 
-    for image, patches in zip(images, before, strict=True):
+    for image, patches in zip(images, original_patches, strict=True):
         _expect(torch.equal(image.patches, patches), reducer, "changed its input")
     _expect(torch.equal(torch.get_rng_state(), random_state), reducer, "used torch's global random state")
     _expect(repr(np.random.get_state()) == numpy_state, reducer, "used numpy's global random state")  # noqa: NPY002
-    for image in images[:1]:
-        half = planned(image.with_(patches=image.patches.half()))
-        _check_plan(reducer, image, half)
+    half_precision = images[0].with_(patches=images[0].patches.half())
+    _check_plan(reducer, images[0], plan_image(half_precision))
     if reducer.name in list_reducers():
-        _expect(make(reducer.spec, **_objects(reducer)).spec == reducer.spec, reducer, "is not rebuilt by its spec")
+        rebuilt = make(reducer.spec, **_object_fields(reducer))
+        _expect(rebuilt.spec == reducer.spec, reducer, "is not rebuilt by its spec")
 
 
-def pretend_tower(reducer: InTowerReducer, tokens: VisualTokens, blocks: int = 6) -> tuple[Tensor, Reduction]:
-    """Put a reducer that works inside towers through a small made-up one, which the tokens of one image enter.
+def simulate_tower(reducer: InTowerReducer, tokens: VisualTokens, blocks: int = 6) -> tuple[Tensor, Reduction]:
+    """Run a reducer inside a small random tower whose input are the tokens of one image.
 
-    Returns what came out at its end, of shape (M, D), and what that is made of. The CLS token goes along where there
-    is one. Same width, same tower.
+    Returns the output of the tower, of shape (M, D), and the composed reduction. The CLS token is included if there is
+    one. The weights of the tower depend only on the width of the tokens.
     """
-    source, width = torch.Generator().manual_seed(0), tokens.width
-    heads, aside = 2 - width % 2, int(tokens.cls is not None)
-    states = tokens.patches.float() if tokens.cls is None else torch.cat([tokens.cls[None], tokens.patches]).float()
-    passage = reducer.begin(states[aside:], tokens.grid, blocks, bool(aside))
-    _expect(len(passage.removals) == blocks, reducer, f"spread its removals over {len(passage.removals)} blocks")
+    generator, width = torch.Generator().manual_seed(0), tokens.width
+    heads, prefix = 2 - width % 2, int(tokens.cls is not None)
+    hidden = tokens.patches.float() if tokens.cls is None else torch.cat([tokens.cls[None], tokens.patches]).float()
+    state = reducer.begin(hidden[prefix:], tokens.grid, blocks, bool(prefix))
+    _expect(len(state.removals) == blocks, reducer, f"gave removals for {len(state.removals)} of {blocks} blocks")
     for _ in range(blocks):
-        weights = torch.randn(4, width, width, generator=source) / width**0.5
+        weights = torch.randn(4, width, width, generator=generator) / width**0.5
         query, key, value = (
-            (states @ weight).unflatten(1, (heads, -1)).transpose(0, 1) for weight in weights[:3]
+            (hidden @ weight).unflatten(1, (heads, -1)).transpose(0, 1) for weight in weights[:3]
         )  # (heads, tokens, width / heads)
         logits = query @ key.transpose(1, 2) * key.shape[2] ** -0.5
-        if passage.proportional:
-            logits[:, :, aside:] += passage.sizes.log()
+        if state.proportional:
+            logits[:, :, prefix:] += state.sizes.log()
         attention = logits.softmax(-1)
-        states = states + (attention @ value).transpose(0, 1).flatten(1)
-        shown = {
-            "head_keys": key.mean(0)[aside:],
-            "keys": key.transpose(0, 1).flatten(1)[aside:],
-            "queries": query.transpose(0, 1).flatten(1)[aside:],
-            "attention": attention[:, :, aside:],
+        hidden = hidden + (attention @ value).transpose(0, 1).flatten(1)
+        signals = {
+            "head_keys": key.mean(0)[prefix:],
+            "keys": key.transpose(0, 1).flatten(1)[prefix:],
+            "queries": query.transpose(0, 1).flatten(1)[prefix:],
+            "attention": attention[:, :, prefix:],
         }
-        left = len(passage.done) - passage.due
-        passage = passage.advance({name: shown[name] for name in reducer.needs})
-        _expect(len(passage.done) == left, reducer, f"left {len(passage.done)} tokens in a block instead of {left}")
-        _expect(passage.sizes.shape == (left,), reducer, f"gave {len(passage.sizes)} sizes for {left} tokens")
-        _expect(bool((passage.sizes > 0).all()), reducer, "gave sizes that have no logarithm")
-        states = _stepped(states, aside, passage.step)
-        states = states + (states @ weights[3]).tanh()
-    passage = passage.finish()
-    return _stepped(states, aside, passage.step)[aside:], passage.done
+        expected = len(state.reduction) - state.num_to_remove
+        state = state.advance({name: signals[name] for name in reducer.needs})
+        count = len(state.reduction)
+        _expect(count == expected, reducer, f"kept {count} tokens in a block instead of {expected}")
+        _expect(state.sizes.shape == (count,), reducer, f"gave {len(state.sizes)} sizes for {count} tokens")
+        _expect(bool((state.sizes > 0).all()), reducer, "gave sizes that are not positive")
+        hidden = _apply_step(hidden, prefix, state.step)
+        hidden = hidden + (hidden @ weights[3]).tanh()
+    state = state.finish()
+    return _apply_step(hidden, prefix, state.step)[prefix:], state.reduction
 
 
-def _stepped(states: Tensor, aside: int, step: Reduction | None) -> Tensor:
-    return states if step is None else torch.cat([states[:aside], step.apply(states[aside:])])
+def _apply_step(hidden: Tensor, prefix: int, step: Reduction | None) -> Tensor:
+    return hidden if step is None else torch.cat([hidden[:prefix], step.apply(hidden[prefix:])])
 
 
-def same_plan(one: Reduction, other: Reduction) -> bool:
-    """Whether two reductions are the same in every number and label."""
+def same_plan(first: Reduction, second: Reduction) -> bool:
+    """Return whether two reductions are equal in all values and labels."""
     tensors = ("sources", "weights", "offsets", "anchor", "concept", "assigned")
     return (
-        all(torch.equal(getattr(one, name), getattr(other, name)) for name in tensors)
-        and torch.equal(one.score.nan_to_num(), other.score.nan_to_num())
-        and (one.role, one.grid, one.by) == (other.role, other.grid, other.by)
+        all(torch.equal(getattr(first, name), getattr(second, name)) for name in tensors)
+        and torch.equal(first.score.nan_to_num(), second.score.nan_to_num())
+        and (first.role, first.grid, first.by) == (second.role, second.grid, second.by)
     )
 
 
-def _plannable(
+def _plan_feasible(
     reducer: Reducer,
-    planned: Callable[[VisualTokens], Reduction],
+    plan_image: Callable[[VisualTokens], Reduction],
     images: Sequence[VisualTokens],
-    before: Sequence[Tensor],
+    original_patches: Sequence[Tensor],
 ) -> Iterator[tuple[VisualTokens, Reduction, Tensor]]:
-    """The images that are large enough for the reducer's budget, with their first plan."""
-    for image, patches in zip(images, before, strict=True):
+    """Yield the images that are large enough for the budget, with their plans and original patches."""
+    for image, patches in zip(images, original_patches, strict=True):
         try:
-            yield image, planned(image), patches
+            yield image, plan_image(image), patches
         except UnmetBudget:
             _expect(getattr(reducer, "budget", None) is not None, reducer, "raised UnmetBudget without a budget")
 
 
-def _refuses(reducer: Reducer, image: VisualTokens) -> bool:
+def _rejects_output_tokens(reducer: Reducer, image: VisualTokens) -> bool:
     try:
         reducer.plan(image)
     except MissingSignal:
@@ -192,29 +196,29 @@ def _refuses(reducer: Reducer, image: VisualTokens) -> bool:
 
 
 def _check_plan(reducer: Reducer, image: VisualTokens, plan: Reduction) -> None:
-    _expect(plan.grid == image.grid, reducer, f"gave a plan for grid {plan.grid}, not {image.grid}")
-    _expect(plan.by == reducer.spec, reducer, f"signed its plan {plan.by!r}, not {reducer.spec!r}")
+    _expect(plan.grid == image.grid, reducer, f"gave a plan for grid {plan.grid} instead of {image.grid}")
+    _expect(plan.by == reducer.spec, reducer, f"set plan.by to {plan.by!r} instead of {reducer.spec!r}")
     budget = getattr(reducer, "budget", None)
     if budget is not None:
         _expect(len(plan) == budget, reducer, f"gave {len(plan)} tokens for a budget of {budget}")
-    _expect(len(plan) >= 1, reducer, "gave no token at all")
-    _expect(bool((plan.offsets.diff() >= 1).all()), reducer, "gave a token made of nothing")
+    _expect(len(plan) >= 1, reducer, "gave no tokens")
+    _expect(bool((plan.offsets.diff() >= 1).all()), reducer, "gave a token without patches")
     _expect(bool(torch.isfinite(plan.weights).all()), reducer, "gave weights that are not finite")
     if getattr(reducer, "order", None) == "raster":
-        place = torch.where(plan.anchor < 0, plan.patches, plan.anchor)
-        _expect(bool((place.diff() >= 0).all()), reducer, "promised raster order and broke it")
+        position = torch.where(plan.anchor < 0, plan.patches, plan.anchor)
+        _expect(bool((position.diff() >= 0).all()), reducer, "did not return tokens in raster order")
     reduced = plan.apply(image.patches, image.cls)
     _expect(reduced.shape == (len(plan), image.width), reducer, f"reduced to shape {tuple(reduced.shape)}")
-    _expect(bool(torch.isfinite(reduced).all()), reducer, "made tokens that are not finite")
+    _expect(bool(torch.isfinite(reduced).all()), reducer, "gave tokens that are not finite")
 
 
-def _objects(reducer: Reducer) -> dict[str, Any]:
-    """Fields that a spec cannot spell, such as the SAE."""
+def _object_fields(reducer: Reducer) -> dict[str, Any]:
+    """Return fields that a spec cannot represent, such as the SAE."""
     plain = (bool, int, float, str, type(None))
-    names_ = [field.name for field in fields(cast(Any, reducer))] if is_dataclass(reducer) else []
-    return {name: getattr(reducer, name) for name in names_ if not isinstance(getattr(reducer, name), plain)}
+    names = [field.name for field in fields(cast(Any, reducer))] if is_dataclass(reducer) else []
+    return {name: getattr(reducer, name) for name in names if not isinstance(getattr(reducer, name), plain)}
 
 
-def _expect(truth: bool, reducer: Reducer | InTowerReducer, complaint: str) -> None:
-    if not truth:
-        raise AssertionError(f"{reducer.spec} {complaint}.")
+def _expect(condition: bool, reducer: Reducer | InTowerReducer, violation: str) -> None:
+    if not condition:
+        raise AssertionError(f"{reducer.spec} {violation}.")

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from torino import RawEmbedding, Reduction, ReductionBatch, VisualTokens, load_tokens, make, save_tokens
+from torino import SAE, RawEmbedding, Reduction, VisualTokens, make
 from torino.cli.main import main
 from torino.core.io import read_arrays
+from torino.core.reduction import ReductionBatch
+from torino.core.tokens import load_tokens, save_tokens
 from torino.datasets.bundled import example_folder, example_sae, example_tokens
 
 
@@ -118,8 +120,8 @@ def test_calibrate() -> None:
 
 def test_calibrate_the_cover() -> None:
     said = " ".join(torino("calibrate", "--method", "torino-x", "--target", "100").split())
-    assert re.search(r"torino-x\(least=0\.\d+, reach=0\.2, mass=True\), 100\.0 tokens on average over 4 images", said)
-    given = "torino-x(concepts=2, evidence='even', budget=9)"
+    assert re.search(r"torino-x\(min_gain=0\.\d+, locality=0\.2, proportional=True\), 100\.0 tokens on average over 4 images", said)
+    given = "torino-x(concepts=2, mode='prune', budget=9)"
     said = " ".join(torino("calibrate", "--method", given, "--target", "100").split())
     (spec, mean) = re.findall(r"Nearest to 100: (torino-x\(.*?\)), ([\d.]+) tokens", said)[0]
     made = make(spec, sae=example_sae())
@@ -147,9 +149,11 @@ def test_reduce_shares_a_pooled_budget_among_all_images(tmp_path: Path) -> None:
 
 
 def test_export_round_trip(tmp_path: Path) -> None:
-    torino("export", "example", tmp_path / "dl", "--layout", "dictionary_learning")
+    weights = torch.eye(6)[:, :4]
+    SAE(weights, W_dec=weights.clone(), kind="matryoshka", k=2, threshold=0.5, groups=(2, 4)).save(tmp_path / "sae")
+    torino("export", tmp_path / "sae", tmp_path / "dl", "--layout", "dictionary_learning")
     facts = json.loads(torino("info", tmp_path / "dl", "--json"))
-    assert facts["groups"] == list(example_sae().groups)
+    assert facts["groups"] == [2, 4]
 
 
 def _tokens(path: Path, **arrays: np.ndarray) -> Path:

@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torino import BadParameter, BadTokens, Concepts
 from torino.core import grouping
+from torino.core.concepts import Concepts
+from torino.core.errors import BadParameter, BadTokens
 from torino.core.grouping import Groups, group_by_overlap, shared_concepts
-from torino.core.ragged import offsets_of
+from torino.core.ragged import offsets_from_lengths
 
 RULES = ("group", "keep", "literal")
 SETTINGS = [(k, delta) for k in range(1, 7) for delta in range(1, k + 1)]
@@ -47,7 +48,7 @@ def random_rows(n: int, k: int, vocabulary: int, silent: float, seed: int) -> Ro
 def by_product(rows: int = 3) -> Iterator[None]:
     """Force the path of the sparse product, in blocks of a few patches."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouping, "MOST_KEYS", 0)
+        patch.setattr(grouping, "MAX_KEYS", 0)
         patch.setattr(grouping, "PRODUCT_ROWS", rows)
         yield
 
@@ -196,7 +197,7 @@ def test_mute_patches_of_two_images_stay_apart() -> None:
     concepts = concepts_of([[], [1], [], [], [1], []], 2)
     for context in (None, by_product()):
         with context or pytest.MonkeyPatch.context():
-            groups = group_by_overlap(concepts, 2, offsets=offsets_of([3, 3]))
+            groups = group_by_overlap(concepts, 2, offsets=offsets_from_lengths([3, 3]))
             assert groups.label.tolist() == [0, 1, 0, 2, 3, 2]
             assert groups.counts.tolist() == [2, 2]
 
@@ -210,7 +211,7 @@ def test_a_batch_is_its_images_one_by_one(data: st.DataObject) -> None:
     delta = data.draw(st.integers(1, k))
     silent = data.draw(st.sampled_from(RULES))
     images = data.draw(st.lists(rows_of(k, k + 3, most=7), min_size=1, max_size=5))
-    offsets = offsets_of([len(image) for image in images])
+    offsets = offsets_from_lengths([len(image) for image in images])
     concepts = concepts_of([row for image in images for row in image], k)
     together = group_by_overlap(concepts, delta, silent=silent, offsets=offsets)
     check_invariants(together, [len(image) for image in images])
@@ -267,7 +268,7 @@ def test_keys_of_many_symbols_do_not_overflow() -> None:
 def test_many_images_with_large_latents() -> None:
     rows = [[2**40, 2**40 - 1], [2**40 - 1, 2**40], [2**40, 5]] * 300
     concepts = concepts_of(rows, 2)
-    groups = group_by_overlap(concepts, 2, offsets=offsets_of([3] * 300))
+    groups = group_by_overlap(concepts, 2, offsets=offsets_from_lengths([3] * 300))
     assert groups.label.tolist() == [2 * (i // 3) + (i % 3 == 2) for i in range(900)]
     assert shared_concepts(concepts, groups).tolist() == [2**40 - 1, 2**40] * 300
 
@@ -315,7 +316,7 @@ def test_delta_out_of_range_is_refused(delta: int) -> None:
 
 @pytest.mark.parametrize("rows", [[[1, 1]], [[1, 2], [3, 4], [5, 5]], [[0, 0]]])
 def test_a_concept_named_twice_is_refused(rows: Rows) -> None:
-    with pytest.raises(BadParameter, match=f"Patch {len(rows) - 1} names one concept twice"):
+    with pytest.raises(BadParameter, match=f"Patch {len(rows) - 1} has the same concept twice"):
         group_by_overlap(concepts_of(rows, 2), 1)
 
 
@@ -335,7 +336,7 @@ def test_an_unknown_rule_is_refused() -> None:
 
 @pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 2, 1, 3], [0, 4], [[0, 3]], []])
 def test_offsets_that_do_not_fit_are_refused(offsets: list[int]) -> None:
-    with pytest.raises(BadTokens, match="offsets must rise from 0 to the number of patches, 3"):
+    with pytest.raises(BadTokens, match="offsets must be non-decreasing from 0 to the number of patches, 3; got"):
         group_by_overlap(concepts_of([[1], [2], [3]], 1), 1, offsets=torch.tensor(offsets, dtype=torch.int64))
 
 

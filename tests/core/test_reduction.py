@@ -17,20 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torino import (
-    BadFile,
-    BadParameter,
-    BadTokens,
-    Ragged,
-    RawEmbedding,
-    Reduction,
-    ReductionBatch,
-    TorinoError,
-    VisualTokens,
-    files,
-    make,
-)
-from torino.core.ragged import offsets_of
+from torino import RawEmbedding, Reduction, TorinoError, VisualTokens, make
+from torino.core import io as files
+from torino.core.errors import BadFile, BadParameter, BadTokens
+from torino.core.ragged import Ragged, offsets_from_lengths
+from torino.core.reduction import ReductionBatch
 
 TENSORS = ("sources", "weights", "offsets", "anchor", "concept", "assigned", "score")
 WEIGHTS = st.sampled_from([1.0, 1.0, 0.5, -2.0, 0.25, 3.0, 0.0])
@@ -56,7 +47,7 @@ def reductions(draw: Any, patches: int | None = None, *, cls: bool = False, empt
     return Reduction(
         sources=torch.tensor([patch for row in rows for patch in row], dtype=torch.int64),
         weights=torch.tensor(draw(st.lists(WEIGHTS, min_size=entries, max_size=entries)), dtype=torch.float32),
-        offsets=offsets_of([len(row) for row in rows]),
+        offsets=offsets_from_lengths([len(row) for row in rows]),
         anchor=numbers(m, -1, n - 1),
         concept=numbers(m, -1, 9),
         role=tuple(draw(st.sampled_from(["primary", "padding", "context"])) for _ in rows),
@@ -172,7 +163,7 @@ def test_the_cls_token_takes_the_type_of_the_values() -> None:
 @pytest.mark.parametrize("rows", [0, 3, 6])
 def test_values_of_another_number_of_patches_are_refused(rows: int) -> None:
     plan = Reduction.of([{0: 1.0}], grid=(2, 2))
-    with pytest.raises(BadTokens, match=f"reads 4 patches, and {rows} rows"):
+    with pytest.raises(BadTokens, match=f"reads 4 patches, but {rows} rows"):
         plan.apply(torch.zeros(rows, 2))
 
 
@@ -228,15 +219,15 @@ def test_a_batch_is_a_sequence() -> None:
     assert batch[1:] == tuple(plans[1:])
     assert batch.lengths.tolist() == [1, 2, 3]
     assert "3 images -> 6 tokens" in repr(batch)
-    with pytest.raises(BadTokens, match="empty list of images"):
+    with pytest.raises(BadTokens, match="list of images is empty"):
         ReductionBatch.of([])
 
 
 def test_a_batch_with_values_of_other_images_is_refused() -> None:
     batch = ReductionBatch.of([Reduction.identity((1, 2))] * 2)
-    with pytest.raises(BadTokens, match="reduces 2 images, and values of 1 were given"):
+    with pytest.raises(BadTokens, match="reduces 2 images, but values of 1 images were given"):
         batch.apply([torch.zeros(2, 1)])
-    with pytest.raises(BadTokens, match="reads 2 patches, and 4 rows"):
+    with pytest.raises(BadTokens, match="reads 2 patches, but 4 rows"):
         batch.apply([torch.zeros(2, 1), torch.zeros(4, 1)])
 
 
@@ -267,12 +258,12 @@ def test_packed_parts_come_back_as_views() -> None:
 
 @pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 2, 1, 3], [0, 4], [-1, 3], []])
 def test_packed_offsets_that_do_not_fit_are_refused(offsets: list[int]) -> None:
-    with pytest.raises(BadTokens, match=r"offsets must rise from 0 to the number of rows \(3\)"):
+    with pytest.raises(BadTokens, match=r"offsets must be non-decreasing from 0 to the number of rows \(3\)"):
         Ragged(torch.zeros(3, 1), torch.tensor(offsets, dtype=torch.int64))
 
 
 def test_packing_nothing_is_refused() -> None:
-    with pytest.raises(BadTokens, match="empty list"):
+    with pytest.raises(BadTokens, match="list of images is empty"):
         Ragged.of([])
 
 
@@ -402,7 +393,7 @@ def test_pruning_twice_is_pruning() -> None:
 
 
 def test_then_on_another_number_of_tokens_is_refused() -> None:
-    with pytest.raises(BadParameter, match="gives 1 tokens, and the next one was planned on 2 patches"):
+    with pytest.raises(BadParameter, match="outputs 1 tokens, but the next one was planned on 2 patches"):
         Reduction.of([{0: 1.0}], grid=(1, 4)).then(Reduction.identity((1, 2)))
 
 
@@ -455,13 +446,13 @@ def parts(**changes: Any) -> dict[str, Any]:
         ({"concept": torch.tensor([[0, 1]])}, "concept must have shape"),
         ({"score": torch.zeros(3)}, "score must have shape"),
         ({"assigned": torch.zeros(3, dtype=torch.int64)}, r"assigned must have shape \(4,\)"),
-        ({"role": ("primary",)}, "one role for each of the 2 output tokens, got 1"),
-        ({"offsets": torch.tensor([0, 2, 4])}, "offsets must rise from 0 to the 3 entries"),
-        ({"offsets": torch.tensor([0, 4, 3])}, "offsets must rise"),
-        ({"sources": torch.tensor([0, 1, 5])}, "sources must lie between 0 and 4"),
-        ({"sources": torch.tensor([-1, 1, 3])}, "sources must lie between 0 and 4"),
-        ({"anchor": torch.tensor([-2, 0])}, "anchor must lie between -1"),
-        ({"assigned": torch.tensor([0, 0, 0, 2])}, "assigned must lie between -1 and 1"),
+        ({"role": ("primary",)}, "one entry for each of the 2 output tokens, got 1"),
+        ({"offsets": torch.tensor([0, 2, 4])}, "offsets must be non-decreasing from 0 to 3"),
+        ({"offsets": torch.tensor([0, 4, 3])}, "offsets must be non-decreasing"),
+        ({"sources": torch.tensor([0, 1, 5])}, "sources must be between 0 and 4"),
+        ({"sources": torch.tensor([-1, 1, 3])}, "sources must be between 0 and 4"),
+        ({"anchor": torch.tensor([-2, 0])}, "anchor must be between -1"),
+        ({"assigned": torch.tensor([0, 0, 0, 2])}, "assigned must be between -1 and 1"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(changes: Mapping[str, Any], words: str) -> None:
@@ -470,7 +461,7 @@ def test_labels_that_do_not_fit_are_refused(changes: Mapping[str, Any], words: s
         Reduction(**parts(**changes))
 
 
-def test_a_story_tells_what_a_token_is_made_of() -> None:
+def test_an_explanation_lists_sources_position_and_concept() -> None:
     plan = Reduction(**parts(weights=torch.tensor([0.5, 0.25, 1.0])))
     first, last = plan.explain(0), plan.explain(-1, names={4: "stripes", -1: "nothing"})
     assert (first.token, first.of, first.role, first.anchor, first.grid) == (0, 2, "primary", 0, (2, 2))
@@ -488,9 +479,9 @@ def test_a_story_tells_what_a_token_is_made_of() -> None:
     assert plan.explain(1).name is None
 
 
-def test_a_story_of_the_cls_token_and_of_equal_weights() -> None:
+def test_an_explanation_of_the_cls_token_and_of_equal_weights() -> None:
     cls = str(Reduction.of([{4: 1.0}], grid=(2, 2)).explain(0))
-    assert "no place of its own" in cls
+    assert "no position on the grid" in cls
     assert "is the CLS token" in cls
     mean = str(Reduction.of([{0: 0.5, 1: 0.5}], grid=(1, 2)).explain(0))
     assert "weights of 0.5" in mean
@@ -498,8 +489,8 @@ def test_a_story_of_the_cls_token_and_of_equal_weights() -> None:
 
 
 @pytest.mark.parametrize("token", [2, -3])
-def test_a_token_that_is_not_there_has_no_story(token: int) -> None:
-    with pytest.raises(BadParameter, match=f"2 output tokens, numbered from 0; got {token}"):
+def test_an_index_out_of_range_has_no_explanation(token: int) -> None:
+    with pytest.raises(BadParameter, match=f"token must be between 0 and 1, got {token}"):
         Reduction(**parts()).explain(token)
 
 
@@ -521,7 +512,7 @@ def test_what_is_saved_comes_back(
     if len(plans) == 1:
         same(Reduction.load(path), plans[0])
     else:
-        with pytest.raises(BadFile, match=rf"holds {len(plans)} reductions.*ReductionBatch.load"):
+        with pytest.raises(BadFile, match=rf"contains {len(plans)} reductions.*ReductionBatch.load"):
             Reduction.load(path)
 
 
@@ -598,7 +589,7 @@ def _spring() -> int:
 def test_pickled_arrays_are_never_opened(tmp_path: Path) -> None:
     path = tmp_path / "plan.npz"
     np.savez(path, sources=np.array([Trap()], dtype=object), allow_pickle=True)
-    with pytest.raises(BadFile, match="never opened"):
+    with pytest.raises(BadFile, match="never loaded"):
         Reduction.load(path)
     path.write_bytes(pickle.dumps(Trap()))
     with pytest.raises(BadFile, match=r"plan\.npz"):
@@ -612,7 +603,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(BadFile, match="not a saved reduction: its format is 'something/2'"):
             Reduction.load(path)
         files.write_arrays(path, {"patches": torch.zeros(4, 2)})
-        with pytest.raises(BadFile, match="format is 'not named'"):
+        with pytest.raises(BadFile, match="format is 'missing'"):
             Reduction.load(path)
     np.save(tmp_path / "array.npy", np.zeros(3))
     (tmp_path / "array.npz").write_bytes((tmp_path / "array.npy").read_bytes())
@@ -622,7 +613,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
         archive.writestr("readme.txt", "hello")
     with pytest.raises(BadFile):
         Reduction.load(tmp_path / "text.npz")
-    with pytest.raises(BadFile, match=r"ending is '\.txt'.*Accepted"):
+    with pytest.raises(BadFile, match=r"suffix is '\.txt'.*Accepted"):
         Reduction.load(_written(tmp_path / "plan.txt"))
     with pytest.raises(BadFile, match="There is no file"):
         Reduction.load(tmp_path / "missing.npz")

@@ -1,9 +1,10 @@
-"""Images as people have them: rotated, transparent, of any depth, animated, broken or huge."""
+"""Images are opened as upright RGB: rotated, transparent, of any bit depth, animated, broken or huge."""
 
 from __future__ import annotations
 
 import io
 import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,116 +12,116 @@ import pytest
 import torch
 from PIL import Image
 
-from torino import BadFile, BadParameter
+from torino.core.errors import BadFile, BadParameter
 from torino.datasets import images
-from torino.datasets.images import as_seen, mean_colour, open_image, pad_square, prepare
+from torino.datasets.images import as_seen, mean_color, open_image, pad_square, prepare
 
 
-def bytes_of(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
+def encode_image(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     memory = io.BytesIO()
-    image.save(memory, form, **options)
+    image.save(memory, kind, **options)
     return memory.getvalue()
 
 
-def colour(image: Image.Image, at: tuple[int, int] = (0, 0)) -> tuple[int, int, int]:
+def get_color(image: Image.Image, at: tuple[int, int] = (0, 0)) -> tuple[int, int, int]:
     assert image.mode == "RGB"
     return image.getpixel(at)  # type: ignore[return-value]
 
 
-def test_a_path_bytes_and_an_image_give_the_same(tmp_path: Path) -> None:
+def test_path_bytes_and_image_give_the_same_pixels(tmp_path: Path) -> None:
     photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8))
     photo.save(tmp_path / "photo.png")
-    for source in (tmp_path / "photo.png", str(tmp_path / "photo.png"), bytes_of(photo), photo):
+    for source in (tmp_path / "photo.png", str(tmp_path / "photo.png"), encode_image(photo), photo):
         opened = open_image(source)
         assert opened.mode == "RGB"
         assert np.array_equal(np.asarray(opened), np.asarray(photo))
 
 
-def test_exif_turns_it_upright() -> None:
+def test_exif_orientation_is_applied() -> None:
     photo = Image.new("RGB", (4, 2), (255, 0, 0))
     exif = Image.Exif()
     exif[0x0112] = 6
-    assert open_image(bytes_of(photo, "JPEG", exif=exif)).size == (2, 4)
+    assert open_image(encode_image(photo, "JPEG", exif=exif)).size == (2, 4)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV"])
 def test_plain_modes_become_rgb(mode: str) -> None:
     white = Image.new("RGB", (3, 2), (255, 255, 255)).convert(mode)
-    assert colour(open_image(white)) == (255, 255, 255)
+    assert get_color(open_image(white)) == (255, 255, 255)
 
 
 def test_cmyk_from_a_file() -> None:
     ink = Image.new("CMYK", (4, 4), (0, 0, 0, 255))
-    assert max(colour(open_image(bytes_of(ink, "JPEG")))) < 8
-    assert max(colour(open_image(bytes_of(ink, "TIFF")))) < 8
+    assert max(get_color(open_image(encode_image(ink, "JPEG")))) < 8
+    assert max(get_color(open_image(encode_image(ink, "TIFF")))) < 8
 
 
 @pytest.mark.parametrize("mode", ["LA", "RGBA", "PA", "La", "RGBa"])
-def test_transparency_is_laid_over_white(mode: str) -> None:
+def test_transparency_is_blended_with_white(mode: str) -> None:
     clear = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
     image = clear.convert("LA").convert(mode) if mode == "La" else clear.convert(mode)
-    assert colour(open_image(image)) == (255, 255, 255)
+    assert get_color(open_image(image)) == (255, 255, 255)
 
 
-def test_a_palette_with_a_transparent_entry() -> None:
+def test_palette_with_a_transparent_entry() -> None:
     image = Image.new("P", (2, 2), 0)
     image.putpalette([0, 0, 0, 255, 0, 0])
-    assert colour(open_image(bytes_of(image, transparency=0))) == (255, 255, 255)
-    assert colour(open_image(bytes_of(image))) == (0, 0, 0)
+    assert get_color(open_image(encode_image(image, transparency=0))) == (255, 255, 255)
+    assert get_color(open_image(encode_image(image))) == (0, 0, 0)
 
 
-def test_sixteen_bits_keep_their_greys() -> None:
+def test_sixteen_bit_grays_are_scaled() -> None:
     ramp = np.array([[0, 16448, 32896, 65535]], np.uint16)
-    for source in (bytes_of(Image.fromarray(ramp)), bytes_of(Image.fromarray(ramp), "TIFF")):
+    for source in (encode_image(Image.fromarray(ramp)), encode_image(Image.fromarray(ramp), "TIFF")):
         assert np.asarray(open_image(source))[0, :, 0].tolist() == [0, 64, 128, 255]
-    whole = Image.fromarray(ramp.astype(np.int32))
-    assert np.asarray(open_image(whole))[0, :, 0].tolist() == [0, 64, 128, 255]
+    integers = Image.fromarray(ramp.astype(np.int32))
+    assert np.asarray(open_image(integers))[0, :, 0].tolist() == [0, 64, 128, 255]
 
 
 @pytest.mark.parametrize("white", [1.0, 255.0, 65535.0, 1e6])
-def test_floating_point_greys(white: float) -> None:
-    grey = Image.fromarray(np.array([[0, white, np.nan]], np.float32))
-    assert np.asarray(open_image(grey))[0, :, 0].tolist() == [0, 255, 0]
-    assert colour(open_image(Image.fromarray(np.zeros((1, 1), np.float32)))) == (0, 0, 0)
+def test_floating_point_grays_are_scaled(white: float) -> None:
+    gray = Image.fromarray(np.array([[0, white, np.nan]], np.float32))
+    assert np.asarray(open_image(gray))[0, :, 0].tolist() == [0, 255, 0]
+    assert get_color(open_image(Image.fromarray(np.zeros((1, 1), np.float32)))) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG", "TIFF"])
-def test_of_an_animation_the_first_frame_is_taken_with_a_warning(form: str) -> None:
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
+def test_first_frame_of_an_animation_is_used_with_a_warning(kind: str) -> None:
     red, blue = Image.new("RGB", (8, 8), (255, 0, 0)), Image.new("RGB", (8, 8), (0, 0, 255))
-    data = bytes_of(red, form, save_all=True, append_images=[blue])
+    data = encode_image(red, kind, save_all=True, append_images=[blue])
     with pytest.warns(UserWarning, match="first"):
         first = open_image(data)
-    assert colour(first)[0] > 200
+    assert get_color(first)[0] > 200
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        open_image(bytes_of(red, form))
+        open_image(encode_image(red, kind))
 
 
-def test_a_photo_with_previews_is_no_animation() -> None:
+def test_photo_with_previews_is_not_an_animation() -> None:
     red = Image.new("RGB", (8, 8), (255, 0, 0))
-    data = bytes_of(red, "MPO", save_all=True, append_images=[red])
+    data = encode_image(red, "MPO", save_all=True, append_images=[red])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert open_image(data).size == (8, 8)
 
 
-def test_one_pixel_is_an_image() -> None:
-    assert open_image(bytes_of(Image.new("RGB", (1, 1), (9, 8, 7)))).getpixel((0, 0)) == (9, 8, 7)
+def test_single_pixel_is_an_image() -> None:
+    assert open_image(encode_image(Image.new("RGB", (1, 1), (9, 8, 7)))).getpixel((0, 0)) == (9, 8, 7)
     assert pad_square(Image.new("RGB", (1, 1))).size == (1, 1)
 
 
-def test_what_cannot_be_opened_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
-    (tmp_path / "words.jpg").write_text("these are words")
+    (tmp_path / "words.jpg").write_text("text")
     (tmp_path / "empty.png").write_bytes(b"")
-    cut = bytes_of(photo)[: len(bytes_of(photo)) // 2]
-    broken = bytearray(bytes_of(photo))
+    cut = encode_image(photo)[: len(encode_image(photo)) // 2]
+    broken = bytearray(encode_image(photo))
     broken[60:200] = b"\x00" * 140
     cases: list[tuple[object, str]] = [
         (tmp_path / "none.jpg", "There is no file"),
         (tmp_path, "folder"),
-        ("https://example.org/cat.jpg", "fetches no images"),
-        ("data:image/png;base64,AAAA" + "A" * 500, "fetches no images"),
+        ("https://example.org/cat.jpg", "does not download images"),
+        ("data:image/png;base64,AAAA" + "A" * 500, "does not download images"),
         ("x" * 5000, "file|read"),
         (tmp_path / "words.jpg", "not an image"),
         (tmp_path / "empty.png", "not an image"),
@@ -134,19 +135,17 @@ def test_what_cannot_be_opened_gets_a_sentence(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(BadFile, match=expected) as caught:
             open_image(source)  # type: ignore[arg-type]
         assert len(str(caught.value)) < 400
-    monkeypatch.setattr(images, "LARGEST", 1000)
-    with pytest.raises(BadFile, match="64x64 pixels; torino takes up to 1,000"):
-        open_image(bytes_of(photo))
+    monkeypatch.setattr(images, "MAX_PIXELS", 1000)
+    with pytest.raises(BadFile, match="64x64 pixels; torino accepts up to 1,000"):
+        open_image(encode_image(photo))
     with pytest.raises(BadFile, match="padded to a square"):
         prepare(Image.new("RGB", (3, 40)), "square")
 
 
-def test_a_decompression_bomb_is_refused_unread(tmp_path: Path) -> None:
+def test_decompression_bomb_is_refused_without_decoding(tmp_path: Path) -> None:
     path = tmp_path / "bomb.png"
-    small = bytearray(bytes_of(Image.new("1", (8, 8))))
+    small = bytearray(encode_image(Image.new("1", (8, 8))))
     small[16:24] = (60000).to_bytes(4, "big") * 2
-    import zlib
-
     small[29:33] = zlib.crc32(bytes(small[12:29])).to_bytes(4, "big")
     path.write_bytes(small)
     with warnings.catch_warnings():
@@ -155,20 +154,20 @@ def test_a_decompression_bomb_is_refused_unread(tmp_path: Path) -> None:
             open_image(path)
 
 
-def test_square_padding_is_llavas_own() -> None:
+def test_square_padding_equals_the_one_of_llava() -> None:
     from transformers import LlavaImageProcessorPil
 
     pad = LlavaImageProcessorPil(do_pad=True, size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     for size in ((9, 20), (20, 9), (13, 10), (7, 7)):
         pixels = np.random.default_rng(1).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
         photo = Image.fromarray(pixels)
-        ours = pad(prepare(photo, "square", mean_colour(pad)), do_pad=False, return_tensors="pt")["pixel_values"]
+        ours = pad(prepare(photo, "square", mean_color(pad)), do_pad=False, return_tensors="pt")["pixel_values"]
         theirs = pad(photo, return_tensors="pt")["pixel_values"]
         assert torch.equal(ours, theirs)
-    assert mean_colour(None) == mean_colour(pad) == (122, 116, 104)
+    assert mean_color(None) == mean_color(pad) == (122, 116, 104)
 
 
-def test_prepare() -> None:
+def test_prepare_pads_or_checks_the_shape() -> None:
     photo = Image.new("RGB", (30, 20))
     assert prepare(photo, "crop") is photo
     assert prepare(photo, "square").size == (30, 30)
@@ -179,7 +178,7 @@ def test_prepare() -> None:
     assert prepare(Image.new("RGB", (1, 5000)), "square").size == (5000, 5000)
 
 
-def test_as_seen_undoes_the_processor() -> None:
+def test_as_seen_inverts_the_processor() -> None:
     from transformers import CLIPImageProcessorPil
 
     processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torino.core.errors import BadParameter, UnknownName
-from torino.evaluation import BENCHMARKS, PaperRow, PaperTable, paper_table, paper_tables, relative
+from torino.evaluation import BENCHMARKS, PaperRow, PaperTable, paper_table, paper_tables, relative_score
 from torino.evaluation.paper import table_names
 
 SCORED = [table for table in paper_tables() if table.baseline is not None]
@@ -50,7 +50,7 @@ ONE_DIGIT_OFF = {
 def ours(table: PaperTable, row: PaperRow) -> Decimal:
     """Our relative score, rounded as the cell is printed."""
     assert table.baseline is not None
-    value = Decimal(relative(row.values, table.baseline.values).value)
+    value = Decimal(relative_score(row.values, table.baseline.values).value)
     return value.quantize(Decimal(row.relative), ROUND_HALF_UP)
 
 
@@ -59,7 +59,7 @@ def half(printed: str) -> float:
     return 0.5 * 10.0 ** Decimal(printed).as_tuple().exponent  # type: ignore[operator]
 
 
-def test_the_tables_are_all_there() -> None:
+def test_all_tables_are_present() -> None:
     appendix = [table for table in SCORED if table.appendix]
     assert len(table_names()) == 10
     assert len(appendix) == 8
@@ -73,7 +73,7 @@ def test_the_tables_are_all_there() -> None:
         assert len(table.tiers()) == 3
 
 
-def test_relative_reproduces_the_papers_tables() -> None:
+def test_relative_score_reproduces_the_paper() -> None:
     off = {
         (table.name, row.tokens, row.method): (row.relative, str(ours(table, row)))
         for table, row in ROWS
@@ -86,16 +86,16 @@ def test_relative_reproduces_the_papers_tables() -> None:
 
 
 @pytest.mark.parametrize("table", SCORED, ids=lambda table: table.name)
-def test_every_relative_cell_is_within_the_rounding_of_its_scores(table: PaperTable) -> None:
+def test_relative_cells_are_within_rounding(table: PaperTable) -> None:
     """The nine scores and the baseline are known to half a digit; the printed mean must be possible within that."""
     assert table.baseline is not None
     full = table.baseline
     for row in table.rows:
-        low = relative(
+        low = relative_score(
             {name: row.values[name] - half(text) for name, text in row.scores.items()},
             {name: full.values[name] + half(text) for name, text in full.scores.items()},
         )
-        high = relative(
+        high = relative_score(
             {name: row.values[name] + half(text) for name, text in row.scores.items()},
             {name: full.values[name] - half(text) for name, text in full.scores.items()},
         )
@@ -106,14 +106,14 @@ def test_every_relative_cell_is_within_the_rounding_of_its_scores(table: PaperTa
         assert abs(ours(table, row) - Decimal(row.relative)) <= Decimal(str(2 * half(row.relative)))
 
 
-def test_the_baseline_is_a_hundred() -> None:
+def test_baseline_is_100() -> None:
     for table in SCORED:
         assert table.baseline is not None
-        assert relative(table.baseline.values, table.baseline.values).value == pytest.approx(100)
+        assert relative_score(table.baseline.values, table.baseline.values).value == pytest.approx(100)
         assert float(table.baseline.relative) == 100
 
 
-def test_facts_of_the_tables() -> None:
+def test_contents_of_the_tables() -> None:
     main = paper_table("llava-1.5-7b-x64")
     best = next(row for row in main.rows if (row.tokens, row.method) == (217, "TORINO-M"))
     assert (best.relative, best.marks["Relative"], best.latency_ms) == ("98.7", "best", (26.4, 2.6))
@@ -135,7 +135,7 @@ def test_facts_of_the_tables() -> None:
         paper_table("llava")
 
 
-def test_marks_agree_with_the_figures() -> None:
+def test_marks_agree_with_the_scores() -> None:
     """Best and second best of each tier, as set by the paper, are its highest relative scores."""
     for table in SCORED:
         for tier in table.tiers().values():
@@ -144,7 +144,7 @@ def test_marks_agree_with_the_figures() -> None:
             assert [row.marks.get("Relative") for row in order[2:]] == [None] * (len(order) - 2)
 
 
-def test_the_data_is_what_the_script_makes_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_converts_latex_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small table in the paper's LaTeX goes through the script; the whole source is not part of the package."""
     path = Path(__file__).parents[2] / "scripts" / "read_paper.py"
     spec = importlib.util.spec_from_file_location("read_paper", path)
@@ -177,12 +177,12 @@ def test_the_data_is_what_the_script_makes_of_the_source(tmp_path: Path, monkeyp
     assert ours(table, table.rows[0]) == Decimal("90.00")
 
 
-def test_benchmarks_without_a_score_are_left_out_and_named() -> None:
-    found = relative({"GQA": 30.0, "MMVet": math.nan, "MME": 900.0}, {"GQA": 60.0, "MMVet": 31.0, "POPE": 80.0})
+def test_benchmarks_without_a_score_are_left_out() -> None:
+    found = relative_score({"GQA": 30.0, "MMVet": math.nan, "MME": 900.0}, {"GQA": 60.0, "MMVet": 31.0, "POPE": 80.0})
     assert found.value == 50
     assert found.ratios == {"GQA": 50}
     assert set(found.left_out) == {"MMVet", "POPE", "MME"}
     with pytest.raises(BadParameter, match="No benchmark has a score both"):
-        relative({"GQA": 30.0}, {"POPE": 80.0})
+        relative_score({"GQA": 30.0}, {"POPE": 80.0})
     with pytest.raises(BadParameter, match="baseline of GQA is 0"):
-        relative({"GQA": 30.0}, {"GQA": 0.0})
+        relative_score({"GQA": 30.0}, {"GQA": 0.0})

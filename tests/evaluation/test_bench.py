@@ -14,12 +14,14 @@ import tiny
 import torch
 from test_ask import _build, photo
 
-from torino import SAE, BadParameter, SAECard, UnknownName, VisualTokens
+from torino import SAE, VisualTokens
 from torino.cli.bench import _print, _settings
 from torino.cli.bench import bench as command
+from torino.core.errors import BadParameter, UnknownName
 from torino.core.tokens import save_tokens
 from torino.evaluation.latency import Bench, BenchPlan, BenchRow, peak_memory, spread
 from torino.evaluation.protocol import FULL
+from torino.sae import SAECard
 
 
 def images(count: int = 3) -> list[VisualTokens]:
@@ -218,7 +220,7 @@ def test_a_method_that_reads_the_question(home: Path) -> None:
     clip, tokenizer = tiny.clip(model.model.vision_tower)
     found, _ = settings("cdpruner", "5", "no", with_model=True, with_clip=True)
     bench = Bench(found, {}, BenchPlan(2, 0, 1, 2))
-    bench.on_model(model, processor, [photo()], asking=ClipText(clip, tokenizer), question="what is this ?")
+    bench.on_model(model, processor, [photo()], text_query=ClipText(clip, tokenizer), question="what is this ?")
     assert [row.setting.method for row in bench.rows] == ["full", "cdpruner"], bench.notes
     assert bench.rows[1].tokens == [5, 5]
     without = Bench([FULL, *found[1:]], {}, BenchPlan(2, 0, 1, 2))
@@ -291,21 +293,21 @@ def test_both_searches_side_by_side_give_the_same_tokens(
 ) -> None:
     pytest.importorskip("onnxruntime")
     given = ("--tokens", str(home / "tokens.npz"), "--sae", str(home / "sae"), "--methods", "torino-m", "--count", "2")
-    told = run(home, *given, "--budgets", "9", "--dynamic", "1,1", "--screen", "both")
+    told = run(home, *given, "--budgets", "9", "--dynamic", "1,1", "--prefilter", "both")
     rows = {row["label"]: row["tokens"] for row in told["rows"]}
     assert rows["TORINO-M, sae plain (1,1)"] == rows["TORINO-M, sae int8 (1,1)"]
     assert list(told["survivors"]) == ["sae int8"]
     left = told["survivors"]["sae int8"]
     assert 3 <= left["median"] <= left["percentile_99"] <= left["most"] <= 24
-    assert "the int8 screen left" in capsys.readouterr().out
+    assert "the int8 prefilter kept" in capsys.readouterr().out
     eye = torch.eye(small_sae().width + 3)
     wider = SAE(eye, W_dec=eye).save(home / "wider")  # which cannot read these tokens
-    told = run(home, *given, "--sae", str(wider), "--budgets", "9", "--dynamic", "no", "--screen", "int8")
+    told = run(home, *given, "--sae", str(wider), "--budgets", "9", "--dynamic", "no", "--prefilter", "int8")
     assert list(told["survivors"]) == ["sae"]
     assert any("was left out" in note for note in told["notes"])
     monkeypatch.setattr("torino.core.topk.prefilter.backend_for", lambda device: None)
-    for screen in ("both", "int8"):
-        told = run(home, *given, "--budgets", "9", "--dynamic", "no", "--screen", screen)
+    for prefilter in ("both", "int8"):
+        told = run(home, *given, "--budgets", "9", "--dynamic", "no", "--prefilter", prefilter)
         assert [row["label"] for row in told["rows"]] == ["TORINO-M"]
         assert any("torino[fast]" in note for note in told["notes"])
 
@@ -324,7 +326,7 @@ def test_bad_input_gets_a_sentence(home: Path) -> None:
         ([*tokens, "--methods", "random", "--dynamic", "1"], "k,delta"),
         ([*tokens, "--padding", "stretch"], "crop or square"),
         ([*tokens, "--positions", "none"], "compact or original"),
-        ([*tokens, "--screen", "fast"], "auto, int8, off or both"),
+        ([*tokens, "--prefilter", "fast"], "auto, int8, off or both"),
         ([*tokens, "--count", "0"], "at least 1"),
         ([*tokens, "--device", "abacus"], "device"),
         (["--tokens", str(home / "none.npz")], "no file"),

@@ -21,11 +21,12 @@ import torch
 from PIL import Image
 from test_ask import _build
 
-from torino import SAE, BadFile, BadParameter, RawEmbedding, TorinoError, make
+from torino import SAE, RawEmbedding, TorinoError, make
+from torino.core.errors import BadFile, BadParameter
 from torino.evaluation.engine import Asked, Engine
 from torino.evaluation.protocol import FULL, dynamic_settings, fixed_settings, matched_settings
 from torino.evaluation.records import AnswerLog, read_records
-from torino.evaluation.reporting.summary import measure
+from torino.evaluation.reporting.summary import summarize
 from torino.evaluation.results import open_run
 from torino.evaluation.runner import RunPlan, _added, evaluate, mean_length
 from torino.evaluation.tasks import Task, open_task
@@ -189,16 +190,16 @@ class Reading:
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
 
-    def about(self, text: str) -> Reading:
+    def query(self, text: str) -> Reading:
         if self.fails:
             raise RuntimeError("too long")
         return self
 
-    def add(self, host: Any, sight: Any, inputs: Any) -> Any:
-        (unit,) = sight.tokens
+    def add(self, adapter: Any, encoded: Any, inputs: Any) -> Any:
+        (unit,) = encoded.tokens
         source = torch.Generator().manual_seed(1)
         given = {"joint": torch.randn(16, 8, generator=source), "text": torch.randn(1, 8, generator=source)}
-        return replace(sight, tokens=(unit.with_(signals={**unit.signals, **given}),))
+        return replace(encoded, tokens=(unit.with_(signals={**unit.signals, **given}),))
 
 
 def test_a_budget_that_pictures_share_is_refused(vlm: tuple[Any, Any]) -> None:
@@ -211,10 +212,10 @@ def test_what_reads_the_question_may_fail_too(vlm: tuple[Any, Any]) -> None:
     asked = [Asked(("t", "0"), "what is this ?", 2)]
     reducers = {"full": None, "c": make("cdpruner(budget=5)")}
     broken: Any = Reading(fails=True)
-    engine = Engine(*vlm, reducers, asking=broken)
+    engine = Engine(*vlm, reducers, text_query=broken)
     done = [one for group in engine.answers([picture(1)], asked, lambda key, name: True) for one in group]
     assert {one.setting: one.error for one in done} == {"full": "", "c": "RuntimeError: too long"}
-    engine = Engine(*vlm, reducers, asking=broken, on_error="stop")
+    engine = Engine(*vlm, reducers, text_query=broken, on_error="stop")
     with pytest.raises(TorinoError, match="failed with RuntimeError: too long"):
         list(engine.answers([picture(1)], asked, lambda key, name: True))
 
@@ -228,8 +229,8 @@ def test_what_is_asked_together_does_not_depend_on_what_is_missing(
         "r": make("random(budget=6)"),
         "s": make("scope(budget=7)"),
     }
-    asking: Any = Reading()
-    engine = Engine(*vlm, reducers, asking=asking, batch=2, on_error="stop")
+    text_query: Any = Reading()
+    engine = Engine(*vlm, reducers, text_query=text_query, batch=2, on_error="stop")
     together: list[list[str]] = []
     stock = engine._generate
     monkeypatch.setattr(
@@ -262,7 +263,7 @@ def test_dynamic_torino_alone(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) ->
     assert set(run.settings) == {"full"} | {f"torino-{x}({t})[s]" for x in "pm" for t in ("2,2", "1,1")}
     assert not any(one.budget for one in run.settings.values())
     assert set(run.scores()["one"]) == set(run.settings)
-    told = measure(run, draws=100)["progress"]
+    told = summarize(run, draws=100)["progress"]
     assert told == {"answers": 40, "of": 40, "whole": True, "waits_for_budgets": False}
     run = go(tmp_path / "run", [task(tmp_path, "one")], vlm, sae, replace(plan, matched=True))
     assert len([one for one in run.settings.values() if one.budget]) == 4
@@ -279,7 +280,7 @@ def test_the_protocol(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
     assert len(keys) == len(set(keys)) == len(run.settings) * (8 + 4)
     for tier in ("2,2", "1,1"):
         reference = next(one for one in run.settings.values() if one.reference and one.tier == tier)
-        counts = [run.tokens(name, reference.id) for name in ("one", "two")]
+        counts = [run.token_counts(name, reference.id) for name in ("one", "two")]
         assert [len(each) for each in counts] == [4, 2]
         budget = round(sum(each.mean() for each in counts) / 2)
         assert mean_length(run, reference.id) == budget
@@ -287,8 +288,8 @@ def test_the_protocol(tmp_path: Path, vlm: tuple[Any, Any], sae: SAE) -> None:
         assert {one.budget for one in matched} == {budget}
         assert len(matched) == 5
         for one in matched:
-            assert set(run.tokens("one", one.id)) == {budget}
-    assert set(run.tokens("one", "full")) == {16}
+            assert set(run.token_counts("one", one.id)) == {budget}
+    assert set(run.token_counts("one", "full")) == {16}
     assert told[-1][1] == told[-1][2]
     scores = run.scores()
     assert set(scores) == {"one", "two"}
@@ -305,7 +306,7 @@ def test_parts_of_the_work_make_the_same_table(tmp_path: Path, vlm: tuple[Any, A
         go(tmp_path / "parts", tasks, vlm, sae, shard=(0, 2))
     go(tmp_path / "parts", tasks, vlm, sae, shard=(1, 2))
     go(tmp_path / "parts", tasks, vlm, sae, shard=(0, 2))
-    assert len(list((tmp_path / "parts/answers").iterdir())) == 2
+    assert len(list((tmp_path / "parts/answers").glob("*.jsonl"))) == 2
     assert table(tmp_path / "parts") == table(tmp_path / "whole")
 
 
@@ -414,7 +415,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device")
 
     records._file = Full()  # type: ignore[assignment]
-    with pytest.raises(BadFile, match=r"No space left on device\. What was answered before is kept"):
+    with pytest.raises(BadFile, match=r"No space left on device\. Earlier answers are kept"):
         records.add([{"n": 2}])
     records.add([{"n": 3}])
     records.close()
@@ -442,7 +443,7 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path, vlm: tuple[Any, Any],
 def test_two_processes_do_not_share_a_part(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     first = AnswerLog(tmp_path / "a.jsonl")
-    with pytest.raises(BadFile, match="Another process is adding to"):
+    with pytest.raises(BadFile, match="Another process is writing"):
         AnswerLog(tmp_path / "a.jsonl")
     first.close()
     AnswerLog(tmp_path / "a.jsonl").close()
@@ -469,7 +470,7 @@ def test_a_run_takes_further_methods(tmp_path: Path, vlm: tuple[Any, Any], sae: 
     assert table(tmp_path / "grown") == table(tmp_path / "whole")
     after = {(row["setting"], row["index"]): row for row in open_run(tmp_path / "grown").rows()}
     assert before.items() <= after.items()
-    assert len(open_run(tmp_path / "grown").facts["added"]) == 1
+    assert len(open_run(tmp_path / "grown").metadata["added"]) == 1
     go(tmp_path / "grown", tasks, vlm, sae, plan=few)  # fewer again: nothing is lost
     assert table(tmp_path / "grown") == table(tmp_path / "whole")
 
@@ -506,9 +507,9 @@ def test_other_arguments_are_another_run(tmp_path: Path, vlm: tuple[Any, Any], s
     with pytest.raises(BadParameter, match="other tasks or other data"):
         go(tmp_path / "run", [task(tmp_path, "other", images=1)], vlm, sae, plan=plan)
     write_tsv(tmp_path / "small.tsv", images=2)
-    with pytest.raises(BadFile, match="not the file that this run was made with"):
+    with pytest.raises(BadFile, match="is not the file of this run"):
         open_run(tmp_path / "run").scores()
-    with pytest.raises(BadFile, match="is no run"):
+    with pytest.raises(BadFile, match="is not a run"):
         open_run(tmp_path)
 
 

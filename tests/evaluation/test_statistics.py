@@ -11,18 +11,18 @@ from scipy import stats
 
 from torino.core.errors import BadParameter
 from torino.evaluation import (
-    Place,
+    ImageRef,
     Sample,
     Score,
     ScoreStats,
     Task,
-    difference,
-    interval,
-    over_seeds,
-    relative,
     relative_difference,
     relative_interval,
-    relative_over_seeds,
+    relative_score,
+    relative_seed_interval,
+    score_difference,
+    score_interval,
+    seed_interval,
 )
 
 
@@ -47,120 +47,120 @@ def answers(seed: int, count: int, share: float) -> np.ndarray:
 # --- one score -----------------------------------------------------------------------------------------------------
 
 
-def test_the_interval_of_an_accuracy_is_that_of_the_binomial() -> None:
+def test_interval_of_an_accuracy_agrees_with_the_binomial() -> None:
     right = np.repeat([1.0, 0.0], [700, 300])
-    found = interval(accuracy(right), draws=40_000)
+    found = score_interval(accuracy(right), draws=40_000)
     assert found.value == pytest.approx(70)
     spread = 100 * math.sqrt(0.7 * 0.3 / 1000)
     assert found.low == pytest.approx(70 - 1.96 * spread, abs=0.12)
     assert found.high == pytest.approx(70 + 1.96 * spread, abs=0.12)
-    narrow = interval(accuracy(right), draws=40_000, level=0.5)
+    narrow = score_interval(accuracy(right), draws=40_000, level=0.5)
     assert narrow.high - narrow.low == pytest.approx(2 * 0.6745 * spread, abs=0.15)
 
 
-def test_drawing_kinds_is_drawing_groups() -> None:
+def test_multinomial_bootstrap_agrees_with_the_plain_bootstrap() -> None:
     """The multinomial over kinds of groups has the distribution of the plain bootstrap over groups."""
     rng = np.random.default_rng(3)
     sums = np.eye(4)[rng.choice(4, size=80, p=[0.4, 0.15, 0.2, 0.25])]
-    fast = interval(ScoreStats(tuple(map(str, range(80))), sums, f1), draws=20_000)
+    fast = score_interval(ScoreStats(tuple(map(str, range(80))), sums, f1), draws=20_000)
     slow = np.array([f1(sums[rng.integers(80, size=80)].sum(axis=0)) for _ in range(20_000)])
     low, high = np.quantile(slow, [0.025, 0.975])
     assert fast.low == pytest.approx(low, abs=0.5)
     assert fast.high == pytest.approx(high, abs=0.5)
 
 
-def test_many_kinds_and_few_draws_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_distinct_groups_in_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     grades = np.random.default_rng(0).random(300)  # every group is of a kind of its own
-    whole = interval(accuracy(grades), draws=4000)
-    monkeypatch.setattr("torino.evaluation.statistics._MOST", 1000)  # three draws at a time
-    parts = interval(accuracy(grades), draws=4000)
+    whole = score_interval(accuracy(grades), draws=4000)
+    monkeypatch.setattr("torino.evaluation.statistics._MAX_NUMBERS", 1000)  # three draws at a time
+    parts = score_interval(accuracy(grades), draws=4000)
     # the same numbers from the generator, however they are cut; only the sums may be rounded otherwise
     assert (parts.low, parts.high) == pytest.approx((whole.low, whole.high), rel=1e-9)
     spread = 100 * grades.std() / math.sqrt(300)
     assert whole.high - whole.low == pytest.approx(2 * 1.96 * spread, rel=0.05)
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_interval_has_nominal_coverage() -> None:
     held = 0
     for run in range(300):
-        found = interval(accuracy(answers(run, 150, 0.6)), draws=800, seed=run)
+        found = score_interval(accuracy(answers(run, 150, 0.6)), draws=800, seed=run)
         held += found.low <= 60 <= found.high
     assert 0.91 <= held / 300 <= 0.98
 
 
-def test_groups_are_drawn_whole() -> None:
+def test_groups_are_resampled_as_units() -> None:
     """Answers that come in equal pairs are worth half as many: the interval is √2 as wide as for single ones."""
     right = answers(1, 400, 0.5)
     units = tuple(map(str, range(400)))
-    single = interval(
+    single = score_interval(
         ScoreStats(tuple(map(str, range(800))), np.stack([np.repeat(right, 2), np.ones(800)], axis=1), percent)
     )
-    paired = interval(ScoreStats(units, 2 * np.stack([right, np.ones(400)], axis=1), percent))
+    paired = score_interval(ScoreStats(units, 2 * np.stack([right, np.ones(400)], axis=1), percent))
     assert paired.value == single.value
     assert (paired.high - paired.low) / (single.high - single.low) == pytest.approx(math.sqrt(2), rel=0.06)
     labels = [str(n // 2) for n in range(800)]
     by_image = ScoreStats(
         tuple(map(str, range(800))), np.stack([np.repeat(right, 2), np.ones(800)], axis=1), percent
-    ).merged(labels)
-    assert interval(by_image) == paired
+    ).merge(labels)
+    assert score_interval(by_image) == paired
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
     tally = accuracy(answers(0, 100, 0.5))
-    assert interval(tally, seed=4) == interval(tally, seed=4)
-    assert interval(tally, seed=4, draws=99) != interval(tally, seed=5, draws=99)
+    assert score_interval(tally, seed=4) == score_interval(tally, seed=4)
+    assert score_interval(tally, seed=4, draws=99) != score_interval(tally, seed=5, draws=99)
 
 
-def test_a_certain_score_has_a_point_for_an_interval() -> None:
-    assert interval(accuracy(np.ones(10))).low == interval(accuracy(np.ones(10))).high == 100
+def test_interval_of_a_perfect_score_is_a_point() -> None:
+    assert score_interval(accuracy(np.ones(10))).low == score_interval(accuracy(np.ones(10))).high == 100
 
 
 def test_bad_parameters() -> None:
     with pytest.raises(BadParameter, match="level must be"):
-        interval(accuracy(np.ones(3)), level=95)
+        score_interval(accuracy(np.ones(3)), level=95)
     with pytest.raises(BadParameter, match="draws must be"):
-        interval(accuracy(np.ones(3)), draws=0)
+        score_interval(accuracy(np.ones(3)), draws=0)
 
 
 # --- two methods ---------------------------------------------------------------------------------------------------
 
 
-def test_p_is_that_of_the_sign_test() -> None:
+def test_p_value_agrees_with_the_sign_test() -> None:
     """Where answers are right or wrong, exchanging them is a coin for each question on which the two disagree."""
     first = np.repeat([1.0, 1.0, 0.0, 0.0], [50, 18, 7, 25])
     second = np.repeat([1.0, 0.0, 1.0, 0.0], [50, 18, 7, 25])
-    found = difference(accuracy(first), accuracy(second), draws=60_000)
+    found = score_difference(accuracy(first), accuracy(second), draws=60_000)
     assert found.value == pytest.approx(11)
     assert found.p == pytest.approx(stats.binomtest(18, 25).pvalue, abs=0.004)
-    # the interval of a paired difference, from its own formula
+    # the interval of a paired score_difference, from its own formula
     apart = first - second
     spread = 100 * apart.std() / math.sqrt(100)
     assert found.low == pytest.approx(11 - 1.96 * spread, abs=0.8)
     assert found.high == pytest.approx(11 + 1.96 * spread, abs=0.8)
 
 
-def test_pairing_finds_what_separate_intervals_hide() -> None:
+def test_pairing_is_more_powerful_than_separate_intervals() -> None:
     second = answers(2, 1000, 0.6)
     first = second.copy()
     first[np.flatnonzero(second == 0)[:20]] = 1  # better on 20 questions, worse on none
-    found = difference(accuracy(first), accuracy(second))
+    found = score_difference(accuracy(first), accuracy(second))
     assert found.low > 0
     assert found.p < 0.001
-    assert interval(accuracy(first)).low < interval(accuracy(second)).high
+    assert score_interval(accuracy(first)).low < score_interval(accuracy(second)).high
 
 
-def test_equal_methods_have_p_one_and_swapping_turns_the_sign() -> None:
+def test_equal_methods_and_swapped_methods() -> None:
     tally = accuracy(answers(0, 50, 0.5))
-    same = difference(tally, tally)
+    same = score_difference(tally, tally)
     assert (same.value, same.low, same.high, same.p) == (0, 0, 0, 1)
     other = accuracy(answers(1, 50, 0.7))
-    one, two = difference(tally, other), difference(other, tally)
+    one, two = score_difference(tally, other), score_difference(other, tally)
     assert one.value == -two.value
     assert one.p == pytest.approx(two.p, abs=0.02)
     assert "p = " in str(one)
 
 
-def test_p_is_small_no_more_often_than_it_says() -> None:
+def test_p_value_has_nominal_false_positive_rate() -> None:
     """Two methods that are alike, 400 times: p below 0.05 in about 5 of 100 runs. Also for F1, which is no mean."""
     low = 0
     for run in range(400):
@@ -171,13 +171,13 @@ def test_p_is_small_no_more_often_than_it_says() -> None:
             said = np.where(rng.random(120) < 0.8, truth, ~truth)
             sums = np.stack([truth & said, ~truth & said, truth & ~said], axis=1).astype(float)
             tallies.append(ScoreStats(tuple(map(str, range(120))), sums, f1))
-        low += difference(*tallies, draws=400, seed=run).p < 0.05
+        low += score_difference(*tallies, draws=400, seed=run).p < 0.05
     assert 0.02 <= low / 400 <= 0.085
 
 
-def test_scores_of_different_questions_are_not_compared() -> None:
+def test_scores_of_different_questions_raise() -> None:
     with pytest.raises(BadParameter, match=r"different questions \(10 and 12 groups\)"):
-        difference(accuracy(np.ones(10)), accuracy(np.ones(12)))
+        score_difference(accuracy(np.ones(10)), accuracy(np.ones(12)))
 
 
 # --- seeds ---------------------------------------------------------------------------------------------------------
@@ -186,28 +186,28 @@ def test_scores_of_different_questions_are_not_compared() -> None:
 def test_seeds() -> None:
     runs = [accuracy(answers(seed, 200, share)) for seed, share in enumerate((0.4, 0.5, 0.6, 0.7))]
     values = [run.value for run in runs]
-    found = over_seeds(runs)
+    found = seed_interval(runs)
     assert found.value == pytest.approx(np.mean(values))
     assert found.sd == pytest.approx(np.std(values, ddof=1))
     assert found.values == tuple(values)
-    same = over_seeds(runs[:1] * 4)
+    same = seed_interval(runs[:1] * 4)
     assert same.sd == 0
     assert same.high - same.low < found.high - found.low  # seeds that differ make it less sure
-    alone = over_seeds(runs[:1])
+    alone = seed_interval(runs[:1])
     assert math.isnan(alone.sd)
     assert alone.value == runs[0].value
     with pytest.raises(BadParameter, match="at least one seed"):
-        over_seeds([])
+        seed_interval([])
 
 
-def test_the_spread_over_both_questions_and_seeds() -> None:
+def test_interval_covers_questions_and_seeds() -> None:
     """Variances add: that of the mean over seeds, and that of the questions."""
     rng = np.random.default_rng(0)
     shares = rng.normal(0.5, 0.05, size=20)
     runs = [
         accuracy((np.random.default_rng(100 + n).random(300) < share).astype(float)) for n, share in enumerate(shares)
     ]
-    found = over_seeds(runs, draws=40_000)
+    found = seed_interval(runs, draws=40_000)
     table = np.stack([run.sums[:, 0] for run in runs])
     between = np.var([run.value for run in runs]) / 20
     within = 1e4 * np.var(table.mean(axis=0)) / 300
@@ -225,10 +225,12 @@ def three(shift: int = 0) -> dict[str, ScoreStats]:
     return {name: accuracy(answers(shift + 10 * n, 400, share)) for n, (name, share) in enumerate(shares.items())}
 
 
-def test_the_relative_score_and_its_interval() -> None:
+def test_relative_score_and_its_interval() -> None:
     full, method = three(), three(1)
     found = relative_interval(method, full)
-    plain = relative({name: one.value for name, one in method.items()}, {name: one.value for name, one in full.items()})
+    plain = relative_score(
+        {name: one.value for name, one in method.items()}, {name: one.value for name, one in full.items()}
+    )
     assert found.value == pytest.approx(plain.value)
     assert found.low < found.value < found.high
     same = relative_interval(full, full)
@@ -238,7 +240,7 @@ def test_the_relative_score_and_its_interval() -> None:
     assert relative_interval(turned, full) == found  # the order of the benchmarks does not matter
 
 
-def test_the_interval_of_a_ratio_is_that_of_its_formula() -> None:
+def test_interval_of_a_ratio_agrees_with_its_formula() -> None:
     full = accuracy(answers(5, 2000, 0.7))
     method = accuracy(np.where(answers(6, 2000, 0.9) > 0, full.sums[:, 0], 0.0))
     found = relative_interval({"GQA": method}, {"GQA": full}, draws=20_000)
@@ -248,7 +250,7 @@ def test_the_interval_of_a_ratio_is_that_of_its_formula() -> None:
     assert found.high - found.low == pytest.approx(2 * 1.96 * spread, rel=0.04)
 
 
-def test_the_difference_of_relative_scores() -> None:
+def test_difference_of_relative_scores() -> None:
     full, worse = three(), three(1)
     better = {name: accuracy(np.maximum(one.sums[:, 0], answers(77, 400, 0.15))) for name, one in worse.items()}
     found = relative_difference(better, worse, full)
@@ -260,17 +262,17 @@ def test_the_difference_of_relative_scores() -> None:
     assert alike.low < 0 < alike.high
 
 
-def test_relative_over_seeds() -> None:
+def test_relative_seed_interval() -> None:
     full = three()
     runs = [three(seed) for seed in (1, 2, 3)]
-    found = relative_over_seeds(runs, full)
+    found = relative_seed_interval(runs, full)
     values = [relative_interval(run, full).value for run in runs]
     assert found.values == pytest.approx(tuple(values))
     assert found.value == pytest.approx(np.mean(values))
     assert found.sd == pytest.approx(np.std(values, ddof=1))
     assert "over 3 seeds" in str(found)
     with pytest.raises(BadParameter):
-        relative_over_seeds([], full)
+        relative_seed_interval([], full)
 
 
 def test_benchmarks_without_a_score_are_left_out() -> None:
@@ -291,7 +293,12 @@ def mme_score(share: float, seed: int) -> Score:
     rng = np.random.default_rng(seed)
     samples = [
         Sample(
-            f"{name}{n}{a}", "?", (a,), (Place(Path("x"), f"{name}{n}"),), group=f"{name}|{n}", meta={"category": name}
+            f"{name}{n}{a}",
+            "?",
+            (a,),
+            (ImageRef(Path("x"), f"{name}{n}"),),
+            group=f"{name}|{n}",
+            meta={"category": name},
         )
         for name in ("existence", "OCR")
         for n in range(40)
@@ -303,21 +310,21 @@ def mme_score(share: float, seed: int) -> Score:
     return task.score([{"index": one.index, "prediction": text} for one, text in zip(samples, said, strict=True)])
 
 
-def test_composite_scores_draw_images() -> None:
+def test_mme_score_resamples_images() -> None:
     """For acc + acc+ of MME the interval is that of the plain bootstrap over images."""
     score = mme_score(0.8, 0)
-    assert len(score.tally.units) == 80
-    found = interval(score, draws=20_000)
+    assert len(score.stats.units) == 80
+    found = score_interval(score, draws=20_000)
     assert found.value == score.value
     rng = np.random.default_rng(9)
-    slow = [float(score.tally.of(score.tally.sums[rng.integers(80, size=80)].sum(axis=0))) for _ in range(5000)]
+    slow = [float(score.stats.formula(score.stats.sums[rng.integers(80, size=80)].sum(axis=0))) for _ in range(5000)]
     assert (found.low, found.high) == pytest.approx(tuple(np.quantile(slow, [0.025, 0.975])), abs=4)
-    better = difference(mme_score(0.95, 1), mme_score(0.6, 2))
+    better = score_difference(mme_score(0.95, 1), mme_score(0.6, 2))
     assert better.p < 0.001
     assert better.low > 0
 
 
-def test_nine_benchmarks_of_full_size_take_no_time() -> None:
+def test_nine_full_size_benchmarks_are_fast() -> None:
     """Ten thousand draws over some 35,000 questions; a draw of each question by itself would be 350 million numbers."""
     sizes = (12578, 1164, 1164, 1187, 9000, 2017, 5000, 4319, 218)
     full = {str(n): accuracy(answers(n, size, 0.6)) for n, size in enumerate(sizes)}

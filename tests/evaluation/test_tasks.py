@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from torino.core.errors import BadFile, BadParameter, UnknownName
 from torino.evaluation import BENCHMARKS, open_task, read_answers
-from torino.evaluation.samples import answers_of, read_tsv
-from torino.evaluation.tasks import find_task, rotations
-from torino.evaluation.tsv import rows, unquoted
+from torino.evaluation.samples import parse_answers, read_tsv
+from torino.evaluation.tasks import find_task, make_rotations
+from torino.evaluation.tsv import read_rows, unquote
 
 
 def picture(number: int) -> bytes:
@@ -55,15 +55,17 @@ cells = st.text(alphabet=st.sampled_from('ab"\t\n\r ,é选'), max_size=8)
 
 
 @given(st.lists(st.lists(cells, min_size=2, max_size=2), min_size=1, max_size=6), st.booleans())
-def test_rows_are_those_of_the_csv_module(table: list[list[str]], always: bool) -> None:
+def test_rows_agree_with_the_csv_module(table: list[list[str]], always: bool) -> None:
+    if not always:  # the csv module of Python 3.11 does not quote \r, which then reads as a Windows line end
+        table = [[cell.replace("\r", "") for cell in row] for row in table]
     buffer = io.StringIO(newline="")
     quoting = csv.QUOTE_ALL if always else csv.QUOTE_MINIMAL
     csv.writer(buffer, delimiter="\t", quoting=quoting, lineterminator="\n").writerows(table)
     raw = buffer.getvalue().encode()
     found = []
-    for row in rows(io.BytesIO(raw)):
+    for row in read_rows(io.BytesIO(raw)):
         assert row.spans is not None
-        found.append([unquoted(row.raw[a:b]).decode() for a, b in row.spans])
+        found.append([unquote(row.raw[a:b]).decode() for a, b in row.spans])
         for a, b in row.spans:  # the places are those in the file
             assert raw[row.start + a : row.start + b] == row.raw[a:b]
         assert row.number == 1 + raw[: row.start].count(b"\n")
@@ -72,7 +74,7 @@ def test_rows_are_those_of_the_csv_module(table: list[list[str]], always: bool) 
 
 @pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
 @pytest.mark.parametrize("cell", ["What is it?", "dog"])
-def test_an_open_quote_costs_one_row(tmp_path: Path, quoting: int, cell: str) -> None:
+def test_unclosed_quote_loses_one_row(tmp_path: Path, quoting: int, cell: str) -> None:
     path = write(tmp_path / "X.tsv", [question(n) for n in range(5)], quoting)
     lines = path.read_text(encoding="utf-8").splitlines()
     lines[2] = lines[2].replace(f'"{cell}"', f'"{cell}') if quoting else lines[2].replace(cell, f'"{cell}')
@@ -80,11 +82,11 @@ def test_an_open_quote_costs_one_row(tmp_path: Path, quoting: int, cell: str) ->
     task = open_task(path)
     assert [sample.index for sample in task] == ["0", "2", "3", "4"]
     assert [problem.row for problem in task.problems] == [3]
-    assert "quote" in task.problems[0].what or "cells" in task.problems[0].what
+    assert "quote" in task.problems[0].reason or "cells" in task.problems[0].reason
     assert task["4"].image.read() == picture(7)  # places behind the broken row still hold
 
 
-def test_quotes_inside_a_cell_that_is_not_quoted(tmp_path: Path) -> None:
+def test_quotes_inside_an_unquoted_cell(tmp_path: Path) -> None:
     path = write(tmp_path / "X.tsv", [question(1, question="Q")])
     path.write_text(path.read_text(encoding="utf-8").replace("Q", 'a 5" pipe?'), encoding="utf-8")
     assert open_task(path)["1"].question == 'a 5" pipe?'
@@ -92,19 +94,19 @@ def test_quotes_inside_a_cell_that_is_not_quoted(tmp_path: Path) -> None:
     assert open_task(path)["1"].question == "Stop or what?"  # as the csv module and pandas read it
 
 
-def test_an_open_quote_does_not_read_the_file_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torino.evaluation.tsv.MOST", 200)
+def test_unclosed_quote_does_not_read_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torino.evaluation.tsv.MAX_EXTRA_BYTES", 200)
     path = write(tmp_path / "X.tsv", [question(n) for n in range(50)])
     text = path.read_text(encoding="utf-8").replace("What", '"What', 1)
     path.write_text(text, encoding="utf-8")
     task = open_task(path)
     assert len(task) == 49
-    assert task.problems[0].what == "a quote is opened and never closed"
+    assert task.problems[0].reason == "unclosed quote"
     assert {sample.image.read() for sample in task} == {picture(7)}
 
 
 @pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
-def test_a_row_keeps_its_texts_and_its_picture(tmp_path: Path, quoting: int) -> None:
+def test_row_keeps_texts_and_image(tmp_path: Path, quoting: int) -> None:
     text = 'Is it "5\tpm"?\nOr later?'
     table = [question(3, question=text, category="时间", split="dev"), question(4, image=coded(9))]
     task = open_task(write(tmp_path / "Clocks.tsv", table, quoting))
@@ -116,7 +118,7 @@ def test_a_row_keeps_its_texts_and_its_picture(tmp_path: Path, quoting: int) -> 
     assert task["3"].images[0].key != task["4"].images[0].key
 
 
-def test_windows_line_ends_a_byte_order_mark_and_names_in_capitals(tmp_path: Path) -> None:
+def test_windows_line_ends_byte_order_mark_and_uppercase_names(tmp_path: Path) -> None:
     path = write(tmp_path / "X.tsv", [question(1, question="Ende?")])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n").replace(b"index", b"Index"))
     task = open_task(path)
@@ -124,7 +126,7 @@ def test_windows_line_ends_a_byte_order_mark_and_names_in_capitals(tmp_path: Pat
     assert task["1"].answers == ("dog",)
 
 
-def test_pictures_by_the_index_of_another_row(tmp_path: Path) -> None:
+def test_images_referenced_by_index(tmp_path: Path) -> None:
     table = [
         question(1, image="3"),  # a row further on
         question(2, image="9"),  # one that is not there
@@ -138,32 +140,32 @@ def test_pictures_by_the_index_of_another_row(tmp_path: Path) -> None:
     assert task["1"].images == task["3"].images == task["4"].images
     assert task["5"].images[0].read() == picture(5)
     assert [str(problem) for problem in task.problems] == [
-        "line 3 (index 2): its picture is that of index '9', which has none",
-        "line 7 (index 6): it has no answer",
+        "line 3 (index 2): it refers to the image of index '9', which has none",
+        "line 7 (index 6): no answer",
     ]
 
 
 BROKEN = {
-    "its picture is not base64 text": question(1, image="!" + coded(7)[1:]),
-    "it has no picture": question(1, image=""),
-    "it has no question": question(1, question=""),
-    "it has no answer": question(1, answer="nan"),
-    "its index is also that of line 2": question(0),
+    "the image is not base64 text": question(1, image="!" + coded(7)[1:]),
+    "no image": question(1, image=""),
+    "no question": question(1, question=""),
+    "no answer": question(1, answer="nan"),
+    "duplicate index, first used on line 2": question(0),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken_rows_are_counted_or_stop_as_asked(tmp_path: Path, what: str) -> None:
+def test_bad_rows_are_skipped_or_raise(tmp_path: Path, what: str) -> None:
     path = write(tmp_path / "X.tsv", [question(0), BROKEN[what], question(2)])
     task = open_task(path)
     assert [sample.index for sample in task] == ["0", "2"]
-    assert [(problem.row, problem.what) for problem in task.problems] == [(3, what)]
-    assert task.facts()["skipped_rows"] == 1
-    with pytest.raises(BadFile, match=rf"X\.tsv, line 3.*{what}.*skipped and counted"):
-        open_task(path, broken="raise")
+    assert [(problem.row, problem.reason) for problem in task.problems] == [(3, what)]
+    assert task.describe()["skipped_rows"] == 1
+    with pytest.raises(BadFile, match=rf"X\.tsv, line 3.*{what}.*skip such rows"):
+        open_task(path, on_bad_row="raise")
 
 
-def test_truncated_base64_wrapped_base64_and_data_addresses(tmp_path: Path) -> None:
+def test_truncated_and_wrapped_base64_and_data_urls(tmp_path: Path) -> None:
     wrapped = "\n".join(coded(7)[at : at + 4] for at in range(0, len(coded(7)), 4))
     table = [
         question(0, image=coded(7)[:-3]),
@@ -171,46 +173,46 @@ def test_truncated_base64_wrapped_base64_and_data_addresses(tmp_path: Path) -> N
         question(2, image="data:image/png;base64," + coded(7)),
     ]
     task = open_task(write(tmp_path / "X.tsv", table))
-    assert [problem.what for problem in task.problems] == ["its picture is not base64 text"]
+    assert [problem.reason for problem in task.problems] == ["the image is not base64 text"]
     assert [sample.images[0].read() for sample in task] == [picture(7), picture(7)]
 
 
-def test_rows_of_the_wrong_width_or_no_text(tmp_path: Path) -> None:
+def test_rows_with_wrong_width_or_encoding(tmp_path: Path) -> None:
     path = write(tmp_path / "X.tsv", [question(0), question(1), question(2)])
     lines = path.read_bytes().split(b"\n")
     lines[2] += b"\tone more"
     lines[3] = lines[3].replace(b"What", b"\xff\xfe")
     path.write_bytes(b"\n".join(lines))
     task = open_task(path)
-    assert [problem.what for problem in task.problems] == [
-        "it has 5 cells, and the header has 4",
-        "its question is not text in UTF-8",
+    assert [problem.reason for problem in task.problems] == [
+        "5 cells, but the header has 4",
+        "column question is not text in UTF-8",
     ]
 
 
-def test_missing_columns_are_named(tmp_path: Path) -> None:
+def test_missing_columns_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "X.tsv", [{"index": 1, "question": "?", "answer": "a"}])
     with pytest.raises(BadFile, match=r"has no column image; it has index, question, answer"):
         open_task(path)
     path = write(
         tmp_path / "MMBench_TEST_EN.tsv", [{"index": 1, "question": "?", "image": coded(1), "A": "a", "B": "b"}]
     )
-    with pytest.raises(BadFile, match=r"no column answer.*only be scored by their makers"):
+    with pytest.raises(BadFile, match=r"no column answer.*Only the authors can score"):
         open_task("MMBench_TEST_EN", tmp_path)
     (tmp_path / "E.tsv").touch()
     with pytest.raises(BadFile, match="is empty"):
         open_task(tmp_path / "E.tsv")
-    with pytest.raises(BadFile, match=r"holds no sample that can be used; 1 rows were skipped\. The first: line 2"):
+    with pytest.raises(BadFile, match=r"contains no usable sample; 1 rows were skipped\. The first: line 2"):
         open_task(write(tmp_path / "N.tsv", [question(1, answer="")]))
 
 
-def test_several_pictures_in_a_row(tmp_path: Path) -> None:
+def test_several_images_in_a_row(tmp_path: Path) -> None:
     table = [question(1, image=str([coded(1), coded(2)]))]
     task = open_task(write(tmp_path / "X.tsv", table))
     assert [place.read() for place in task["1"].images] == [picture(1), picture(2)]
 
 
-def test_image_paths_are_found_where_they_usually_are(tmp_path: Path) -> None:
+def test_image_paths_are_searched_in_the_usual_folders(tmp_path: Path) -> None:
     folder = tmp_path / "images" / "Mine"
     folder.mkdir(parents=True)
     for number, place in enumerate([tmp_path, folder]):
@@ -219,7 +221,7 @@ def test_image_paths_are_found_where_they_usually_are(tmp_path: Path) -> None:
     task = open_task(write(tmp_path / "Mine_local.tsv", table))
     assert task.name == "Mine"
     assert [sample.images[0].read() for sample in task] == [picture(0), picture(1)]
-    assert "there is no picture 2.png in" in task.problems[0].what
+    assert "image 2.png not found in" in task.problems[0].reason
     # keys and fingerprint are the same wherever the folder lies
     moved = tmp_path / "moved"
     shutil.copytree(tmp_path / "images", moved / "images")
@@ -233,7 +235,7 @@ def test_image_paths_are_found_where_they_usually_are(tmp_path: Path) -> None:
         open_task(elsewhere)
 
 
-def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
+def test_large_file_is_not_loaded_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "Large.tsv"
     big = base64.b64encode(bytes(1_000_000)).decode()
     write(path, [question(n, image=big) for n in range(20)])
@@ -247,7 +249,7 @@ def test_a_large_file_is_not_held_in_memory(tmp_path: Path) -> None:
     assert task["19"].images[0].read() == bytes(1_000_000)
 
 
-def test_the_fingerprint_tells_data_apart(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_the_data(tmp_path: Path) -> None:
     def told(**more: Any) -> str:
         return open_task(write(tmp_path / "X.tsv", [question(1, **more)])).fingerprint
 
@@ -271,7 +273,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_the_nine_open_by_either_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_benchmarks_open_by_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     kind = BENCHMARKS[name].kind
     row = choice(1) if kind in ("mcq", "circular") else question(1)
     if kind in ("mme", "pope"):
@@ -283,18 +285,18 @@ def test_the_nine_open_by_either_name(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (task.name, task.kind) == (name, kind)
 
 
-def test_the_file_that_is_named_goes_first(tmp_path: Path) -> None:
+def test_named_file_is_preferred(tmp_path: Path) -> None:
     write(tmp_path / "MMBench_DEV_CN.tsv", [choice(1)])
     assert find_task("MMBench_CN", tmp_path).name == "MMBench_DEV_CN.tsv"
     write(tmp_path / "MMBench_CN.tsv", [choice(1)])
     assert find_task("MMBench_CN", tmp_path).name == "MMBench_CN.tsv"
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_tasks_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "MME.tsv", [question(1)])
-    with pytest.raises(BadFile, match=r"POPE is not in .*it holds MME\.tsv\. Put POPE\.tsv there"):
+    with pytest.raises(BadFile, match=r"POPE is not in .*it contains MME\.tsv\. Put POPE\.tsv there"):
         open_task("POPE", tmp_path)
-    with pytest.raises(UnknownName, match=r"No task is called 'MMME'\. Close: 'MME'.*it holds MME\.tsv"):
+    with pytest.raises(UnknownName, match=r"No task is called 'MMME'\. Did you mean 'MME'.*it contains MME\.tsv"):
         open_task("MMME", tmp_path)
     with pytest.raises(BadFile, match=r"There is no file .*none\.jsonl"):
         open_task(tmp_path / "none.jsonl", tmp_path)
@@ -307,16 +309,16 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 # --- tasks of one's own --------------------------------------------------------------------------------------------
 
 
-def test_a_file_with_options_is_a_multiple_choice(tmp_path: Path) -> None:
+def test_file_with_options_is_a_multiple_choice(tmp_path: Path) -> None:
     assert open_task(write(tmp_path / "Own.tsv", [choice(1)])).kind == "mcq"
     assert open_task(write(tmp_path / "Own.tsv", [question(1)])).kind == "vqa"
     assert open_task(write(tmp_path / "Own.tsv", [choice(1)]), kind="circular").kind == "circular"
     task = open_task(write(tmp_path / "Own.tsv", [choice(1, "b"), choice(2, "bird"), choice(3, "E")]))
     assert [sample.answers for sample in task] == [("B",), ("C",)]
-    assert task.problems[0].what == "its answer 'E' is none of its options A, B, C"
+    assert task.problems[0].reason == "the answer 'E' is not among the options A, B, C"
 
 
-def test_jsonl_with_a_folder_of_pictures(tmp_path: Path) -> None:
+def test_jsonl_with_an_image_folder(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_bytes(picture(1))
     lines: list[Any] = [
@@ -338,18 +340,18 @@ def test_jsonl_with_a_folder_of_pictures(tmp_path: Path) -> None:
     assert task["3"].options == {"A": "cat", "B": "dog"}
     assert task["x7"].images[0].read() == picture(1)
     assert [problem.row for problem in task.problems] == [3, 5, 7]
-    with pytest.raises(BadFile, match=r"own\.jsonl, line 3 \(index 2\): there is no picture b\.jpg"):
-        open_task(path, image_root=tmp_path / "photos", broken="raise")
+    with pytest.raises(BadFile, match=r"own\.jsonl, line 3 \(index 2\): image b\.jpg not found"):
+        open_task(path, image_root=tmp_path / "photos", on_bad_row="raise")
 
 
-def test_answers_in_a_cell() -> None:
-    assert answers_of("['1', 'one']") == ("1", "one")
-    assert answers_of('["it\'s", "no"]') == ("it's", "no")
-    assert answers_of("[{'answer': 'red', 'answer_confidence': 'yes'}]") == ("red",)
-    assert answers_of("[exit]") == ("[exit]",)
-    assert answers_of("[{[]: 1}]") == ("[{[]: 1}]",)
-    assert answers_of("") == answers_of("nan") == ()
-    assert answers_of("__import__('os').getcwd()") == ("__import__('os').getcwd()",)  # a text, never run
+def test_parse_answers() -> None:
+    assert parse_answers("['1', 'one']") == ("1", "one")
+    assert parse_answers('["it\'s", "no"]') == ("it's", "no")
+    assert parse_answers("[{'answer': 'red', 'answer_confidence': 'yes'}]") == ("red",)
+    assert parse_answers("[exit]") == ("[exit]",)
+    assert parse_answers("[{[]: 1}]") == ("[{[]: 1}]",)
+    assert parse_answers("") == parse_answers("nan") == ()
+    assert parse_answers("__import__('os').getcwd()") == ("__import__('os').getcwd()",)  # a text, never run
 
 
 def test_take(tmp_path: Path) -> None:
@@ -369,7 +371,7 @@ def test_take(tmp_path: Path) -> None:
 # --- rotations -----------------------------------------------------------------------------------------------------
 
 
-def test_rotations_are_made_where_the_file_has_none(tmp_path: Path) -> None:
+def test_rotations_are_added_if_the_file_has_none(tmp_path: Path) -> None:
     task = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [choice(5)]))
     assert [sample.index for sample in task] == ["5", "1000005", "2000005"]
     assert [list(sample.options.values()) for sample in task] == [
@@ -385,7 +387,7 @@ def test_rotations_are_made_where_the_file_has_none(tmp_path: Path) -> None:
     assert {sample.group for sample in named} == {"q"}
 
 
-def test_rotations_of_the_file_are_kept(tmp_path: Path) -> None:
+def test_rotations_in_the_file_are_kept(tmp_path: Path) -> None:
     first = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [choice(5)]))
     table = [
         choice(one.index, one.answers[0], image=coded(7) if one.index == "5" else "5", **one.options) for one in first
@@ -402,7 +404,7 @@ def test_rotations_of_the_file_are_kept(tmp_path: Path) -> None:
 def test_two_options_have_two_rotations(tmp_path: Path) -> None:
     task = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [choice(1, "A", C="")]))
     assert [sample.answers[0] for sample in task] == ["A", "B"]
-    assert len(rotations(task[0])) == 2
+    assert len(make_rotations(task[0])) == 2
 
 
 # --- prompts -------------------------------------------------------------------------------------------------------
@@ -411,8 +413,8 @@ def test_two_options_have_two_rotations(tmp_path: Path) -> None:
 def asked(tmp_path: Path, file: str, row: dict[str, Any], prompts: Any = "standard") -> str:
     task = open_task(write(tmp_path / f"{file}.tsv", [row]), prompts=prompts)
     text = task.prompt(task[0])
-    assert task.facts()["prompts"] == prompts
-    assert text.split("\n")[-1] in task.facts()["prompt"] or text == row["question"]
+    assert task.describe()["prompts"] == prompts
+    assert text.split("\n")[-1] in task.describe()["prompt"] or text == row["question"]
     return text
 
 
@@ -456,7 +458,7 @@ def test_prompts_of_multiple_choices(tmp_path: Path) -> None:
 # --- rows that a rule cannot score; answers files ------------------------------------------------------------------
 
 
-def test_the_questions_of_an_mme_image_belong_together(tmp_path: Path) -> None:
+def test_mme_questions_are_grouped_by_image(tmp_path: Path) -> None:
     more = {"answer": "Yes", "category": "OCR"}
     by_name = [question(n, image_path=f"{n // 2}.png", **more) for n in range(4)]
     task = open_task(write(tmp_path / "MME.tsv", by_name))
@@ -466,16 +468,16 @@ def test_the_questions_of_an_mme_image_belong_together(tmp_path: Path) -> None:
     assert groups[0] == groups[1] != groups[2] == groups[3]
 
 
-def test_rows_that_the_rule_cannot_score(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_scored(tmp_path: Path) -> None:
     task = open_task(write(tmp_path / "MME.tsv", [question(1, answer="Yes", category="x"), question(2, answer="No")]))
-    assert [problem.what for problem in task.problems] == ["it has no category"]
+    assert [problem.reason for problem in task.problems] == ["no category"]
     task = open_task(write(tmp_path / "POPE.tsv", [question(1, answer="yes"), question(2, answer="maybe")]))
-    assert [problem.what for problem in task.problems] == ["its answer must be yes or no, and is 'maybe'"]
+    assert [problem.reason for problem in task.problems] == ["the answer must be yes or no, got 'maybe'"]
     with pytest.raises(BadFile, match=r"line 3.*maybe"):
-        open_task("POPE", tmp_path, broken="raise")
+        open_task("POPE", tmp_path, on_bad_row="raise")
 
 
-def test_answers_file(tmp_path: Path) -> None:
+def test_read_answers(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text(
         '{"index": 1, "prediction": "a"}\n\n{"index": "2", "error": "x"}\n{"index": 3, "pred', encoding="utf-8"
@@ -488,7 +490,7 @@ def test_answers_file(tmp_path: Path) -> None:
         read_answers(tmp_path / "none.jsonl")
 
 
-def test_the_table_alone(tmp_path: Path) -> None:
+def test_read_tsv(tmp_path: Path) -> None:
     table = read_tsv(write(tmp_path / "X.tsv", [question(1)]))
     assert table.columns == ("index", "image", "question", "answer")
     assert len(table.samples) == 1

@@ -15,10 +15,12 @@ import tiny
 import torch
 from test_ask import PATCHES, QUESTION, TEMPLATE, _build, photo
 
-from torino import SAE, BadParameter, SAECard, TorinoError, make
+from torino import SAE, TorinoError, make
+from torino.core.errors import BadParameter
 from torino.integrations import ChatModel
 from torino.integrations.chat import cut, generation_of, interleaved
 from torino.integrations.vlmevalkit import worded
+from torino.sae import SAECard
 from torino.vlm import reduced
 
 ROOT = Path(__file__).parents[2]
@@ -249,7 +251,7 @@ def messages(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def requests(simple: bool, **generation: Any) -> list[Any]:
-    def see(document: dict[str, Any]) -> list[Any]:
+    def visual_tokens(document: dict[str, Any]) -> list[Any]:
         return [document["image"]]
 
     asked = {"max_new_tokens": 3, "temperature": 0, **generation}
@@ -280,7 +282,7 @@ def test_lmms_eval_likelihoods_and_batches(kit: Any, home: Path, stock: ChatMode
     model = kit.TorinoSimple(pretrained=str(home / "llava"), reducer="none", batch_size=4, device="cpu")
     model.task_dict["task"] = {"test": DOCUMENTS}
 
-    def see(document: dict[str, Any]) -> list[Any]:
+    def visual_tokens(document: dict[str, Any]) -> list[Any]:
         return [document["image"]]
 
     targets = ["word1", lambda document: "word2"]
@@ -370,9 +372,9 @@ def test_vlmevalkit(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     said = model.generate_inner(message, dataset="POPE")
     assert model.guest.after == 4
     with reduced(model.guest.model, make("random(budget=4)")):
-        from torino.datasets.images import mean_colour, pad_square
+        from torino.datasets.images import mean_color, pad_square
 
-        padded = pad_square(photo(), mean_colour(model.guest.processor))
+        padded = pad_square(photo(), mean_color(model.guest.processor))
         inputs = model.guest.processor(
             images=padded, text="USER: <image> what is this ? ASSISTANT:", return_tensors="pt"
         )
@@ -395,9 +397,9 @@ def test_vlmevalkit(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
 
 def test_questions_are_worded_as_vlmevalkit_words_them_for_llava() -> None:
     assert worded({"question": "哪个？", "A": "甲", "B": "乙"}).endswith("\n请直接回答选项字母。")
-    hinted = worded({"question": "Which?", "hint": "Look.", "A": "x", "C": "z"})
+    hinted = worded({"question": "Which?", "hint": "ReducedCall.", "A": "x", "C": "z"})
     assert hinted.splitlines() == [
-        "Look.",
+        "ReducedCall.",
         "Which?",
         "A. x",
         "C. z",

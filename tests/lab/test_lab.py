@@ -13,7 +13,8 @@ from torino_lab import tower as lab
 from torino_lab.model import lab_folder
 from torino_lab.shipped import lab_sae
 
-from torino import BadFile, Unreachable, make
+from torino import make
+from torino.core.errors import BadFile, Unreachable
 from torino.core.io import write_arrays
 from torino.datasets.bundled import example_folder, example_tokens
 from torino.vlm.session import ask, load_vlm
@@ -38,7 +39,7 @@ def test_the_tower_gives_the_bundled_tokens() -> None:
     tower = lab.lab_tower(10)
     assert (tower.width, tower.blocks, tower.has_cls) == (384, 12, True)
     photo = example_folder() / "photos" / "coffee.jpg"
-    (seen,) = tower.look(photo)
+    (seen,) = tower.encode(photo)
     names = ["astronaut", "coffee", "chelsea", "rocket"]
     kept = example_tokens()[names.index("coffee")]
     assert seen.grid == kept.grid == (24, 24)

@@ -17,8 +17,8 @@ from torino_lab.corpus import Corpus
 
 from torino.core.io import write_json
 from torino.core.reduction import Reduction
-from torino.evaluation import Place, Sample, Task
-from torino.evaluation.benchmarks import BENCHMARKS, CUSTOM, LAB_BENCHMARKS
+from torino.evaluation import ImageRef, Sample, Task
+from torino.evaluation.benchmarks import CUSTOM, all_benchmarks
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -53,15 +53,15 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 def task(name: str, kind: Any, answers: dict[str, tuple[str, str]]) -> Task:
     """Questions by index, with the picture they are about and their answer."""
     samples = tuple(
-        Sample(index, "?", (answer,), (Place(Path("none.tsv"), picture),), group=index)
+        Sample(index, "?", (answer,), (ImageRef(Path("none.tsv"), picture),), group=index)
         for index, (picture, answer) in answers.items()
     )
-    return Task(name, kind, samples, Path("none.tsv"), "0", {**BENCHMARKS, **LAB_BENCHMARKS}.get(name, CUSTOM))
+    return Task(name, kind, samples, Path("none.tsv"), "0", all_benchmarks().get(name, CUSTOM))
 
 
 def test_one_answer_for_all_is_made_of_words_not_of_keys(scripts: SimpleNamespace) -> None:
     keys = {str(i): (str(i), f"word{i}<OR>dog<AND>b{i}<OR>cat") for i in range(8)}
-    of = task("Lab-MMVet", LAB_BENCHMARKS["Lab-MMVet"].kind, keys)
+    of = task("Lab-MMVet", all_benchmarks()["Lab-MMVet"].kind, keys)
     assert "word0 b0" in scripts.blind.guesses(of)
     assert not any("<OR>" in text for text in scripts.blind.guesses(of))
     assert scripts.blind.most_right(of) == pytest.approx(12.5)  # one of eight; a key given as it is would find dogs
@@ -93,7 +93,7 @@ def test_a_lead_is_over_other_methods_not_over_itself(scripts: SimpleNamespace) 
         }
 
     rows = [
-        row("torino-x", "torino-x(budget=192, reach=None)", 97.0),
+        row("torino-x", "torino-x(budget=192, locality=None)", 97.0),
         row("random", "Random", 94.0),
         row("torino-x", "TORINO-X", 96.0),
         row("torino-p", "TORINO-P", 93.0, dynamic=True),
@@ -136,7 +136,7 @@ def test_places_over_models_are_read_from_reports(scripts: SimpleNamespace, tmp_
     assert first == {64: {"A": 90.0, "TORINO-X": 80.5}, 9: {"A": 50.0}}
     row = scripts.models.line(64, [first[64], second[64]], "TORINO-X")
     assert row == ["64", "87.8", "1", "2, 1", "A 80.0", "+7.8", "−9.5, +25.0"]
-    variant = {"A": 1.0, "TORINO-X": 2.0, "torino-x(budget=64, reach=None)": 3.0}
+    variant = {"A": 1.0, "TORINO-X": 2.0, "torino-x(budget=64, locality=None)": 3.0}
     assert scripts.models.line(64, [variant], "TORINO-X")[2:5] == ["1", "1", "A 1.0"]
     with pytest.raises(SystemExit, match="B is not in every table of 64 tokens"):
         scripts.models.line(64, [first[64], second[64]], "B")
@@ -218,7 +218,7 @@ def test_what_the_tower_saw_is_not_taken_for_something_else(scripts: SimpleNames
 def test_tiers_are_drawn_and_name_who_comes_next(
     scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    variant = {"torino-x(budget=9, reach=None)": "99.00%"}
+    variant = {"torino-x(budget=9, locality=None)": "99.00%"}
     one = report(
         tmp_path / "1.md",
         {

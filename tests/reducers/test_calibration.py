@@ -1,4 +1,4 @@
-"""Calibration: the setting it names must be the nearest there is, and give the lengths it promises."""
+"""Calibration of (k, δ): the chosen setting is the nearest one and gives the reported lengths."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torino import (
-    SAE,
-    BadParameter,
-    BadTokens,
-    Calibration,
-    Origin,
-    RawEmbedding,
-    SAECard,
-    SAEMismatch,
-    VisualTokens,
-    calibrate,
-    make,
-)
+from torino import SAE, RawEmbedding, VisualTokens, make
+from torino.core.errors import BadParameter, BadTokens, SAEMismatch
+from torino.core.tokens import Origin
+from torino.reducers.calibration import Calibration, calibrate
+from torino.sae import SAECard
 
 ALL = [(k, delta) for k in range(1, 5) for delta in range(1, k + 1)]
 
@@ -39,35 +31,37 @@ def images(seed: int = 0, count: int = 3) -> list[VisualTokens]:
 
 @pytest.mark.parametrize("silent", ["group", "keep", "literal"])
 @pytest.mark.parametrize("rank", ["activation", "pre-threshold"])
-def test_the_table_holds_what_the_reducers_give(silent: Any, rank: Any) -> None:
+def test_table_equals_the_lengths_of_the_reducers(silent: Any, rank: Any) -> None:
     sae = SAE(torch.eye(8), kind="batchtopk", threshold=1.0)
-    found = calibrate(images(), 5, sae=sae, max_k=4, silent=silent, rank=rank)
-    assert sorted(found.table) == sorted(ALL)
-    for (k, delta), counts in found.table.items():
+    calibration = calibrate(images(), 5, sae=sae, max_k=4, silent=silent, rank=rank)
+    assert sorted(calibration.table) == sorted(ALL)
+    for (k, delta), counts in calibration.table.items():
         for name in ("torino-p", "torino-m"):
             plans = make(name, sae=sae, k=k, delta=delta, silent=silent, rank=rank).plan_batch(images())
             assert counts.tolist() == plans.lengths.tolist()
 
 
 @given(st.integers(0, 1000), st.one_of(st.integers(1, 20), st.floats(1, 20)))
-def test_the_nearest_setting_is_chosen_and_of_equals_the_smallest(seed: int, target: float) -> None:
-    found = calibrate(images(seed), target, sae=RawEmbedding(), max_k=4)
-    distance = {key: abs(sum(counts.tolist()) / 3 - target) for key, counts in found.table.items()}
+def test_nearest_setting_is_chosen(seed: int, target: float) -> None:
+    calibration = calibrate(images(seed), target, sae=RawEmbedding(), max_k=4)
+    distance = {key: abs(sum(counts.tolist()) / 3 - target) for key, counts in calibration.table.items()}
     best = min(distance.values())
-    assert (found.k, found.delta) == min(key for key, value in distance.items() if math.isclose(value, best))
-    assert torch.equal(found.counts, found.table[found.k, found.delta])
-    assert found.target == target
-    assert found.mean == pytest.approx(sum(found.counts.tolist()) / 3)
+    assert (calibration.k, calibration.delta) == min(
+        key for key, value in distance.items() if math.isclose(value, best)
+    )
+    assert torch.equal(calibration.counts, calibration.table[calibration.k, calibration.delta])
+    assert calibration.target == target
+    assert calibration.mean == pytest.approx(sum(calibration.counts.tolist()) / 3)
 
 
-def test_a_tie_goes_to_the_smaller_k_then_the_smaller_delta() -> None:
+def test_ties_go_to_the_smaller_k_then_the_smaller_delta() -> None:
     alone = [VisualTokens(torch.eye(4)[:1], (1, 1))]  # one patch is one token, whatever the setting
-    found = calibrate(alone, 3, sae=RawEmbedding(), max_k=4)
-    assert (found.k, found.delta) == (1, 1)
-    assert all(counts.tolist() == [1] for counts in found.table.values())
+    calibration = calibrate(alone, 3, sae=RawEmbedding(), max_k=4)
+    assert (calibration.k, calibration.delta) == (1, 1)
+    assert all(counts.tolist() == [1] for counts in calibration.table.values())
 
 
-def test_the_concepts_are_read_once() -> None:
+def test_concepts_are_computed_once() -> None:
     class Counting:
         calls: list[tuple[int, int]]
 
@@ -86,29 +80,29 @@ def test_the_concepts_are_read_once() -> None:
     assert sae.calls == [(16 + 15 + 4, 3)]
 
 
-def test_told_in_words() -> None:
-    found = Calibration(2, 1, 10.0, torch.tensor([4, 8, 9, 10, 30]), {})
-    assert found.mean == pytest.approx(12.2)
-    assert found.quantiles(0.0, 0.5, 1.0) == [4.0, 9.0, 30.0]
-    text = repr(found)
+def test_repr_and_quantiles() -> None:
+    calibration = Calibration(2, 1, 10.0, torch.tensor([4, 8, 9, 10, 30]), {})
+    assert calibration.mean == pytest.approx(12.2)
+    assert calibration.quantiles(0.0, 0.5, 1.0) == [4.0, 9.0, 30.0]
+    text = repr(calibration)
     for words in ("k=2, delta=1", "12.2 tokens on average", "target of 10", "50th and 90th", "4 to 30"):
         assert words in text
 
 
 @pytest.mark.parametrize("target", [0, 0.5, -3, math.nan])
-def test_a_target_below_one_token_is_refused(target: float) -> None:
+def test_target_below_one_raises(target: float) -> None:
     with pytest.raises(BadParameter, match="target must be at least 1 token per image, got"):
         calibrate(images(), target, sae=RawEmbedding())
 
 
 @pytest.mark.parametrize("max_k", [0, -1])
-def test_max_k_below_one_is_refused(max_k: int) -> None:
+def test_max_k_below_one_raises(max_k: int) -> None:
     with pytest.raises(BadParameter, match=f"max_k must be at least 1, got {max_k}"):
         calibrate(images(), 4, sae=RawEmbedding(), max_k=max_k)
 
 
-def test_what_the_parts_refuse_is_refused() -> None:
-    with pytest.raises(BadTokens, match="empty list of images"):
+def test_invalid_arguments() -> None:
+    with pytest.raises(BadTokens, match="list of images is empty"):
         calibrate([], 4, sae=RawEmbedding())
     assert max(k for k, _ in calibrate(images(), 4, sae=RawEmbedding(), max_k=9).table) == 8  # the width of the tokens
     with pytest.raises(BadParameter, match="silent must be one of"):

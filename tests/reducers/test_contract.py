@@ -1,4 +1,4 @@
-"""Every registered reducer through the public contract; and the contract itself, which must catch a bad reducer."""
+"""The contract of torino.testing: all registered reducers fulfill it, and it detects invalid reducers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from torino import SAE, BadParameter, RawEmbedding, Reduction, ReductionBatch, VisualTokens, list_reducers, make
+from torino import SAE, RawEmbedding, Reduction, VisualTokens, list_reducers, make
+from torino.core.errors import BadParameter
+from torino.core.reduction import ReductionBatch
 from torino.reducers import Reducer, describe
 from torino.testing import check_reducer, sample_tokens
 
@@ -17,11 +19,11 @@ WIDTH = 16
 
 
 def small_sae(**changes: Any) -> SAE:
-    source = torch.Generator().manual_seed(1)
-    weight = torch.randn(48, WIDTH, generator=source)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, WIDTH, generator=generator)
     given = {"kind": "matryoshka", "threshold": 3.0, "groups": (12, 36), "k": 4} | changes
     return SAE(
-        weight, 0.1 * torch.randn(48, generator=source), b_dec=0.1 * torch.randn(WIDTH, generator=source), **given
+        weight, 0.1 * torch.randn(48, generator=generator), b_dec=0.1 * torch.randn(WIDTH, generator=generator), **given
     )
 
 
@@ -52,7 +54,7 @@ REQUIRED: dict[str, dict[str, Any]] = {"scts": {"sae": ENCODERS["sae"]}}
 @pytest.mark.parametrize("budget", [1, 2, 5, 7, 15, 16])
 @pytest.mark.parametrize("order", ["raster", "native"])
 @pytest.mark.parametrize("name", [name for name in list_reducers() if not name.startswith("torino")])
-def test_contract_of_rivals(name: str, order: str, budget: int) -> None:
+def test_contract_of_other_methods(name: str, order: str, budget: int) -> None:
     given = {"budget": budget, "order": order, **REQUIRED.get(name, {})}
     if budget < LEAST.get(name, 1):
         with pytest.raises(BadParameter, match="budget"):
@@ -62,9 +64,9 @@ def test_contract_of_rivals(name: str, order: str, budget: int) -> None:
 
 
 @pytest.mark.parametrize("name", list_reducers())
-def test_every_method_says_where_it_comes_from(name: str) -> None:
+def test_every_method_is_described(name: str) -> None:
     told = describe(name)
-    for what in ("summary", "paper", "cost", "original_licence"):
+    for what in ("summary", "paper", "cost", "original_license"):
         assert told[what], f"{name} does not tell its {what}"
     assert told["summary"].endswith(".")
 
@@ -83,7 +85,7 @@ def test_pruners_keep_patches_unchanged() -> None:
 
 @dataclass(frozen=True, repr=False)
 class Bad(Reducer):
-    """A reducer that can be told to break each rule of the house."""
+    """A reducer that can violate each rule of the contract."""
 
     fault: str = ""
     budget: int | None = None
@@ -116,7 +118,7 @@ class Bad(Reducer):
         return ReductionBatch.of(plans)
 
 
-def test_contract_accepts_an_honest_reducer() -> None:
+def test_contract_accepts_a_valid_reducer() -> None:
     check_reducer(Bad())
 
 
@@ -125,20 +127,20 @@ def test_contract_accepts_an_honest_reducer() -> None:
     [
         ("random", "random state"),
         ("unsorted", "raster order"),
-        ("writes", "changed its input|two plans"),
+        ("writes", "changed its input|two different plans"),
         ("clamps", "changed its input"),
-        ("signature", "signed its plan"),
+        ("signature", "set plan.by"),
         ("grid", "plan for grid"),
-        ("empty", "made of nothing"),
+        ("empty", "token without patches"),
         ("infinite", "not finite"),
         ("batch", "in a batch"),
     ],
 )
-def test_contract_catches(fault: str, complaint: str) -> None:
+def test_contract_detects(fault: str, complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         check_reducer(Bad(fault=fault))
 
 
-def test_contract_catches_a_missed_budget() -> None:
+def test_contract_detects_a_wrong_number_of_tokens() -> None:
     with pytest.raises(AssertionError, match="budget of 3"):
         check_reducer(Bad(budget=3))

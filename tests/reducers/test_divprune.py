@@ -1,4 +1,4 @@
-"""DivPrune: cases by hand, and the published rule transcribed as it is written."""
+"""DivPrune: small examples and comparison with a reference implementation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from torino import BadParameter, BadTokens, UnmetBudget, VisualTokens
-from torino.core.errors import MissingSignal
+from torino import VisualTokens
+from torino.core.errors import BadParameter, BadTokens, MissingSignal, UnmetBudget
 from torino.reducers import get, make
-from torino.reducers.divprune import DivPrune, cosines
+from torino.reducers._similarity import pairwise_cosines
+from torino.reducers.divprune import DivPrune
 from torino.testing import check_reducer, sample_tokens
 
 
@@ -24,8 +25,8 @@ def picks(tokens: VisualTokens, budget: int) -> list[int]:
     return DivPrune(budget, order="native").plan(tokens).sources.tolist()
 
 
-def slow(patches: Tensor, budget: int) -> tuple[list[int], list[float]]:
-    """The rule with lists and loops: a distance matrix, the seed, and at each step a search through all picks."""
+def reference(patches: Tensor, budget: int) -> tuple[list[int], list[float]]:
+    """Select patches with plain loops: a distance matrix, and in each step a search through all selected patches."""
     rows = patches.double().tolist()
     n = len(rows)
     norms = [sqrt(sum(value * value for value in row)) for row in rows]
@@ -55,17 +56,17 @@ def slow(patches: Tensor, budget: int) -> tuple[list[int], list[float]]:
     return picked, scores
 
 
-# ---------------------------------------------------------------------- by hand
+# ---------------------------------------------------------------------- small examples
 
 
-def test_identical_tokens_go_by_index() -> None:
+def test_identical_tokens_are_selected_by_index() -> None:
     for value in (1.0, 0.3, -7.1):
         tokens = tokens_of(torch.full((13, 7), value))
         for budget in (1, 4, 13):
             assert picks(tokens, budget) == list(range(budget))
 
 
-def test_four_orthogonal_clusters_give_one_of_each_first() -> None:
+def test_one_patch_of_each_cluster_is_selected_first() -> None:
     label = [0, 0, 1, 1, 2, 2, 3, 3, 0, 1, 2, 3]
     tokens = tokens_of(torch.eye(4)[label] * torch.arange(1.0, 13)[:, None])
     assert picks(tokens, 4) == [0, 2, 4, 6]  # all are duplicates: the seed is the first patch
@@ -74,8 +75,8 @@ def test_four_orthogonal_clusters_give_one_of_each_first() -> None:
     assert plan.score.tolist() == [0, 1, 1, 1, 0, 0]
 
 
-def test_the_seed_is_the_most_isolated_patch() -> None:
-    # on a circle at 0, 10, 20 and 80 degrees: the last one is 60 degrees from its nearest neighbour
+def test_first_patch_is_the_most_isolated() -> None:
+    # on a circle at 0, 10, 20 and 80 degrees: the last one is 60 degrees from its nearest neighbor
     angle = torch.tensor([0.0, 10, 20, 80]).deg2rad()
     tokens = tokens_of(torch.stack([angle.cos(), angle.sin()], 1))
     assert picks(tokens, 4) == [3, 0, 2, 1]
@@ -87,7 +88,7 @@ def test_the_seed_is_the_most_isolated_patch() -> None:
     assert torch.allclose(raster.score, expected[[1, 2, 0]], atol=1e-6)
 
 
-def test_all_one_and_a_single_patch() -> None:
+def test_budgets_of_all_patches_and_of_one() -> None:
     tokens = tokens_of(torch.randn(9, 5, generator=torch.Generator().manual_seed(0)), (3, 3))
     assert DivPrune(9).plan(tokens).sources.tolist() == list(range(9))
     assert sorted(picks(tokens, 9)) == list(range(9))
@@ -102,7 +103,7 @@ def test_opposite_and_zero_tokens() -> None:
     assert picks(tokens_of(torch.zeros(4, 3)), 4) == [0, 1, 2, 3]
 
 
-def test_length_does_not_matter() -> None:
+def test_result_does_not_depend_on_vector_length() -> None:
     patches = torch.randn(20, 6, generator=torch.Generator().manual_seed(5))
     powers = 2.0 ** torch.arange(-10, 10)[:, None]
     assert picks(tokens_of(patches * powers), 20) == picks(tokens_of(patches), 20)
@@ -110,41 +111,41 @@ def test_length_does_not_matter() -> None:
         assert picks(tokens_of(patches * factor), 20) == picks(tokens_of(patches), 20)
 
 
-# ---------------------------------------------------------------------- the published rule
+# ---------------------------------------------------------------------- reference
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 25, 40])
-def test_equals_the_transcription_on_random_tokens(n: int) -> None:
+def test_equals_reference_on_random_tokens(n: int) -> None:
     for seed in range(3):
         patches = torch.randn(n, 6, generator=torch.Generator().manual_seed(seed))
         for budget in sorted({1, 2, n // 3 + 1, n - 1, n}):
-            expected, scores = slow(patches, budget)
+            expected, scores = reference(patches, budget)
             plan = DivPrune(budget, order="native").plan(tokens_of(patches))
             assert plan.sources.tolist() == expected
             assert plan.score.tolist() == pytest.approx(scores, abs=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["ternary", "duplicates", "two", "zeros"])
-def test_equals_the_transcription_on_tied_tokens(kind: str) -> None:
+def test_equals_reference_on_tied_tokens(kind: str) -> None:
     for seed in range(6):
-        source = torch.Generator().manual_seed(seed)
-        few = torch.randn(5, 4, generator=source)
+        generator = torch.Generator().manual_seed(seed)
+        few = torch.randn(5, 4, generator=generator)
         patches = {
             # one entry each: every cosine is -1, 0 or 1 to the last bit
-            "ternary": torch.eye(4)[torch.randint(4, (18,), generator=source)]
-            * (1 - 2 * torch.randint(2, (18, 1), generator=source)),
-            "duplicates": few[torch.randint(5, (18,), generator=source)],
-            "two": few[torch.randint(2, (18,), generator=source)],
-            "zeros": torch.randn(18, 4, generator=source) * (torch.rand(18, 1, generator=source) < 0.5),
+            "ternary": torch.eye(4)[torch.randint(4, (18,), generator=generator)]
+            * (1 - 2 * torch.randint(2, (18, 1), generator=generator)),
+            "duplicates": few[torch.randint(5, (18,), generator=generator)],
+            "two": few[torch.randint(2, (18,), generator=generator)],
+            "zeros": torch.randn(18, 4, generator=generator) * (torch.rand(18, 1, generator=generator) < 0.5),
         }[kind]
         for budget in (1, 5, 11, 18):
-            assert picks(tokens_of(patches), budget) == slow(patches, budget)[0]
+            assert picks(tokens_of(patches), budget) == reference(patches, budget)[0]
 
 
-def test_permuted_patches_are_picked_alike() -> None:
+def test_permutation_equivariance() -> None:
     for seed in range(5):
-        source = torch.Generator().manual_seed(seed)
-        patches, order = torch.randn(50, 8, generator=source), torch.randperm(50, generator=source)
+        generator = torch.Generator().manual_seed(seed)
+        patches, order = torch.randn(50, 8, generator=generator), torch.randperm(50, generator=generator)
         permuted = picks(tokens_of(patches[order]), 20)
         assert [int(order[pick]) for pick in permuted] == picks(tokens_of(patches), 20)
 
@@ -153,9 +154,9 @@ def test_permuted_patches_are_picked_alike() -> None:
 
 
 def test_projected_space() -> None:
-    source = torch.Generator().manual_seed(3)
-    tokens = tokens_of(torch.randn(30, 8, generator=source))
-    projected = torch.randn(30, 12, generator=source)
+    generator = torch.Generator().manual_seed(3)
+    tokens = tokens_of(torch.randn(30, 8, generator=generator))
+    projected = torch.randn(30, 12, generator=generator)
     both = tokens.with_(signals={"projected": projected})
     reducer = DivPrune(10, space="projected", order="native")
     assert reducer.plan(both).sources.tolist() == picks(tokens_of(projected), 10)
@@ -164,9 +165,9 @@ def test_projected_space() -> None:
     assert reducer.needs == {"projected"}
     assert DivPrune(10).needs == DivPrune.needs == frozenset()
     assert make(reducer.spec).needs == {"projected"}
-    with pytest.raises(MissingSignal, match="divprune reads projected, and these tokens do not carry it"):
+    with pytest.raises(MissingSignal, match="divprune needs the signal projected, which these tokens do not have"):
         reducer.plan(tokens)
-    with pytest.raises(BadTokens, match=r"divprune reads projected of shape \(30 x any\), got \(29, 12\)"):
+    with pytest.raises(BadTokens, match=r"divprune needs projected of shape \(30 x any\), got \(29, 12\)"):
         reducer.plan(tokens.with_(signals={"projected": projected[1:]}))
     with pytest.raises(BadTokens, match="projected holds NaN or infinite values"):
         reducer.plan(tokens.with_(signals={"projected": projected.masked_fill(projected > 2, torch.inf)}))
@@ -177,11 +178,11 @@ def test_projected_space() -> None:
             reducer.plan(tokens.with_(signals={"projected": broken}))
 
 
-# ---------------------------------------------------------------------- the house
+# ---------------------------------------------------------------------- contract and errors
 
 
 @pytest.mark.parametrize("order", ["raster", "native"])
-@pytest.mark.parametrize("space", ["tap", "projected"])
+@pytest.mark.parametrize("space", ["features", "projected"])
 @pytest.mark.parametrize("budget", [1, 2, 7, 15, 16, 64])
 def test_contract(budget: int, space: str, order: str) -> None:
     images = [image.with_(signals={"projected": image.patches @ torch.ones(16, 3) + 1}) for image in sample_tokens()]
@@ -191,15 +192,15 @@ def test_contract(budget: int, space: str, order: str) -> None:
 def test_cosines() -> None:
     rows = torch.tensor([[3.0, 4], [4, 3], [0, 0], [-3, -4]])
     expected = torch.tensor([[1, 0.96, 0, -1], [0.96, 1, 0, -0.96], [0, 0, 0, 0], [-1, -0.96, 0, 1]])
-    assert torch.allclose(cosines(rows), expected)
-    assert torch.allclose(cosines(rows.half()), expected)
-    source = torch.Generator().manual_seed(0)
+    assert torch.allclose(pairwise_cosines(rows), expected)
+    assert torch.allclose(pairwise_cosines(rows.half()), expected)
+    generator = torch.Generator().manual_seed(0)
     for width in (1, 3, 100, 1024):
-        copies = torch.randn(5, width, generator=source)[torch.arange(23) % 5]
-        assert (cosines(copies)[torch.arange(23)[:, None] % 5 == torch.arange(23) % 5] == 1).all()
+        copies = torch.randn(5, width, generator=generator)[torch.arange(23) % 5]
+        assert (pairwise_cosines(copies)[torch.arange(23)[:, None] % 5 == torch.arange(23) % 5] == 1).all()
 
 
-def test_takes_other_precisions_and_gradients() -> None:
+def test_accepts_other_dtypes_and_gradients() -> None:
     patches = torch.randint(-9, 10, (30, 8), generator=torch.Generator().manual_seed(0)).float()
     expected = picks(tokens_of(patches), 9)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
@@ -213,13 +214,13 @@ def test_errors() -> None:
             DivPrune(budget)  # type: ignore[arg-type]
     with pytest.raises(BadParameter, match="order must be one of 'raster', 'native', got 'spiral'"):
         DivPrune(3, order="spiral")  # type: ignore[arg-type]
-    with pytest.raises(BadParameter, match="space must be one of 'tap', 'projected', got 'hidden'"):
+    with pytest.raises(BadParameter, match="space must be one of 'features', 'projected', got 'hidden'"):
         DivPrune(3, space="hidden")  # type: ignore[arg-type]
-    with pytest.raises(UnmetBudget, match="divprune cannot give 5 tokens for this image: its patches make 4 at most"):
+    with pytest.raises(UnmetBudget, match="divprune cannot give 5 tokens: the image has only 4 patches"):
         DivPrune(5).plan(tokens_of(torch.eye(4)))
 
 
-def test_says_what_it_is() -> None:
+def test_class_attributes() -> None:
     assert get("divprune") is DivPrune
     assert DivPrune(3, space="projected").spec == "divprune(budget=3, space='projected')"
     assert (DivPrune.merges, DivPrune.adaptive, DivPrune.emits_cls) == (False, False, False)

@@ -1,4 +1,4 @@
-"""FOLDER, simplified: step sequences, cases by hand, and the rule one token at a time."""
+"""FOLDER (simplified form): step sequences, small examples, comparison with a reference implementation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from slow_matching import agree, contract_images, groups, patches_of, sample, sequence, step
 
-from torino import BadParameter, BadTokens, MissingSignal, UnmetBudget, VisualTokens, make
+from tests.support.reference_matching import (
+    assert_same_tokens,
+    contract_images,
+    drop_cls,
+    groups,
+    random_tokens,
+    sequence,
+    step,
+)
+from torino import VisualTokens, make
+from torino.core.errors import BadParameter, BadTokens, MissingSignal, UnmetBudget
 from torino.core.reduction import Reduction
-from torino.reducers._matching import cosines, removals
+from torino.reducers._matching import removals_per_step
+from torino.reducers._similarity import cross_cosines
 from torino.reducers.folder import Folder
 from torino.testing import check_reducer
 
@@ -22,8 +32,10 @@ def rows(plan: Reduction) -> list[dict[int, float]]:
     return [dict(zip(plan.sources[a:b].tolist(), plan.weights[a:b].tolist(), strict=True)) for a, b in pairwise(bounds)]
 
 
-def slow(tokens: VisualTokens, budget: int, *, metric: str = "patches", cls: bool = False) -> tuple[list[Any], bool]:
-    """The published loop; and whether its last line multiplies by 1 + ln(size)."""
+def reference(
+    tokens: VisualTokens, budget: int, *, metric: str = "patches", cls: bool = False
+) -> tuple[list[Any], bool]:
+    """Run the published loop; also return whether it multiplies by 1 + ln(size)."""
     compared = tokens.patches if metric == "patches" else tokens.signal(metric, "test")
     current = sequence(compared, tokens.patches, cls)
     r, steps = len(tokens) - budget, 0
@@ -31,13 +43,13 @@ def slow(tokens: VisualTokens, budget: int, *, metric: str = "patches", cls: boo
         scales = r < (len(current) - r) // 2
         if r > 0:
             current = step(current, r, in_place_order=True)
-        return patches_of(current), scales
+        return drop_cls(current), scales
     while r > 0:
         taken = min((len(current) - 1) // 2, r)
         current = step(current, taken, in_place_order=True)
         r, steps = r - taken, steps + 1
     assert steps > 1
-    return patches_of(current), r < len(current) // 2
+    return drop_cls(current), r < len(current) // 2
 
 
 @pytest.mark.parametrize(
@@ -58,36 +70,36 @@ def slow(tokens: VisualTokens, budget: int, *, metric: str = "patches", cls: boo
     ],
 )
 def test_step_sequences(budget: int, cls: bool, steps: list[int]) -> None:
-    assert removals(576, budget, cls_first=cls) == steps
+    assert removals_per_step(576, budget, cls_first=cls) == steps
 
 
 def test_even_schedules() -> None:
-    assert removals(576, 192, cls_first=True, steps=23) == [16] * 7 + [17] * 16
-    assert removals(576, 64, cls_first=True, steps=23) == [22] * 17 + [23] * 6
-    assert removals(6, 4, cls_first=True, steps=4) == [0, 0, 1, 1]
-    assert removals(8, 1, cls_first=True, steps=1) == [4, 2, 1]  # one step cannot, so more follow
-    assert sum(removals(2, 1, cls_first=False)) == 0
+    assert removals_per_step(576, 192, cls_first=True, steps=23) == [16] * 7 + [17] * 16
+    assert removals_per_step(576, 64, cls_first=True, steps=23) == [22] * 17 + [23] * 6
+    assert removals_per_step(6, 4, cls_first=True, steps=4) == [0, 0, 1, 1]
+    assert removals_per_step(8, 1, cls_first=True, steps=1) == [4, 2, 1]  # one step cannot, so more follow
+    assert sum(removals_per_step(2, 1, cls_first=False)) == 0
 
 
 @pytest.mark.parametrize("kind", ["random", "tied", "degenerate"])
 @pytest.mark.parametrize("cls", [False, True])
 @pytest.mark.parametrize("metric", ["patches", "head_keys"])
-def test_equals_the_rule_one_token_at_a_time(kind: str, cls: bool, metric: Any) -> None:
+def test_equals_reference(kind: str, cls: bool, metric: Any) -> None:
     for seed, grid in enumerate([(4, 5), (3, 3), (1, 7), (6, 4), (2, 1), (1, 1)]):
-        tokens = sample(seed, grid, kind)
+        tokens = random_tokens(seed, grid, kind)
         n = len(tokens)
         for budget in sorted(
             {1, 2, 3, n // 4, n // 3, n // 2, n // 2 + 1, 2 * n // 3, n - 1, n} & set(range(1, n + 1))
         ):
             if budget == 1 and n > 1 and not cls:
                 continue
-            wanted, scales = slow(tokens, budget, metric=metric, cls=cls)
+            expected, scales = reference(tokens, budget, metric=metric, cls=cls)
             plan = Folder(budget, metric=metric, class_token=cls).plan(tokens)
-            agree(plan, wanted, tokens, scales)
+            assert_same_tokens(plan, expected, tokens, scales)
             never = Folder(budget, metric=metric, class_token=cls, log_size_scale="never").plan(tokens)
-            agree(never, wanted, tokens)
+            assert_same_tokens(never, expected, tokens)
             always = Folder(budget, metric=metric, class_token=cls, log_size_scale="always").plan(tokens)
-            agree(always, wanted, tokens, scale=True)
+            assert_same_tokens(always, expected, tokens, scale=True)
 
 
 def test_identical_tokens_by_hand() -> None:
@@ -112,7 +124,7 @@ def test_four_orthogonal_clusters() -> None:
     assert torch.equal(plan.apply(tokens.patches), torch.eye(4))
 
 
-def test_the_released_rescale_is_not_continuous() -> None:
+def test_released_rescaling_depends_on_the_budget() -> None:
     tokens = VisualTokens(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), (2, 3))
     scaled = {
         b: any(w > 0.5 + 1e-6 for row in rows(Folder(b).plan(tokens)) if len(row) == 2 for w in row.values())
@@ -124,26 +136,26 @@ def test_the_released_rescale_is_not_continuous() -> None:
     assert all(total > 1.5 for total in sums)
 
 
-def test_budget_of_all_patches_gives_them_back() -> None:
-    tokens = sample(0, (3, 4), "random")
+def test_budget_of_all_patches_is_the_identity() -> None:
+    tokens = random_tokens(0, (3, 4), "random")
     plan = Folder(12).plan(tokens)
     assert plan.is_pruning
     assert torch.equal(plan.apply(tokens.patches), tokens.patches)
 
 
 def test_one_patch_and_one_token() -> None:
-    one = sample(0, (1, 1), "random")
+    one = random_tokens(0, (1, 1), "random")
     assert rows(Folder(1).plan(one)) == [{0: 1.0}]
-    with pytest.raises(UnmetBudget, match=r"folder cannot give 1 token .* class_token=True"):
-        Folder(1).plan(sample(0, (1, 2), "random"))
-    tokens = sample(0, (3, 3), "random")
+    with pytest.raises(UnmetBudget, match=r"folder cannot give 1 token: .*class_token=True"):
+        Folder(1).plan(random_tokens(0, (1, 2), "random"))
+    tokens = random_tokens(0, (3, 3), "random")
     plan = Folder(1, class_token=True, log_size_scale="never").plan(tokens)
     torch.testing.assert_close(plan.apply(tokens.patches)[0], tokens.patches.mean(0))
 
 
 @pytest.mark.parametrize("budget", [192, 128, 64])
 def test_full_size(budget: int) -> None:
-    tokens = sample(1, (24, 24), "random", width=32)
+    tokens = random_tokens(1, (24, 24), "random", width=32)
     plan = Folder(budget).plan(tokens)
     assert len(plan) == budget
     assert int(plan.offsets.diff().sum()) == 576
@@ -153,21 +165,21 @@ def test_full_size(budget: int) -> None:
     torch.testing.assert_close(sums, 1 + counts.log(), rtol=1e-5, atol=1e-5)
 
 
-def test_place_matters() -> None:
-    tokens = sample(2, (4, 4), "random")
+def test_no_permutation_equivariance() -> None:
+    tokens = random_tokens(2, (4, 4), "random")
     turn = torch.arange(16).roll(1)
     turned = tokens.with_(patches=tokens.patches[turn], cls_attention=None, keys=None, signals={})
     original = {frozenset(turn[list(group)].tolist()) for group in groups(Folder(8).plan(turned))}
     assert original != groups(Folder(8).plan(tokens))
 
 
-def test_length_of_the_metric_does_not_matter_and_alike_tokens_tie() -> None:
-    tokens = sample(5, (4, 4), "random")
+def test_metric_is_scale_invariant_and_parallel_tokens_tie() -> None:
+    tokens = random_tokens(5, (4, 4), "random")
     stretched = tokens.with_(patches=tokens.patches * torch.arange(1, 17)[:, None])
     one_step = Folder(9, log_size_scale="never")
     assert groups(one_step.plan(stretched)) == groups(one_step.plan(tokens))
     same = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0)).repeat(50, 1) * torch.arange(1, 51)[:, None]
-    assert cosines(same, same).unique().tolist() == [1.0]
+    assert cross_cosines(same, same).unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 7, 15, 16])
@@ -185,21 +197,21 @@ def test_contract(budget: int, changes: dict[str, Any]) -> None:
     check_reducer(make("folder", budget=budget, **changes), contract_images())
 
 
-def test_needs_what_it_compares() -> None:
+def test_needs_depend_on_the_metric() -> None:
     assert Folder(4).needs == frozenset()
     assert Folder(4, metric="head_keys").needs == {"head_keys"}
     assert (Folder.emits_cls, Folder.merges) == (False, True)
     bare = VisualTokens(torch.eye(4), (2, 2))
-    with pytest.raises(MissingSignal, match="folder reads projected"):
+    with pytest.raises(MissingSignal, match="folder needs the signal projected"):
         Folder(2, metric="projected").plan(bare)
-    with pytest.raises(BadTokens, match=r"folder reads projected of shape \(4 x any\), got \(3, 2\)"):
+    with pytest.raises(BadTokens, match=r"folder needs projected of shape \(4 x any\), got \(3, 2\)"):
         Folder(2, metric="projected").plan(bare.with_(signals={"projected": torch.zeros(3, 2)}))
     with pytest.raises(BadTokens, match="projected holds NaN"):
         Folder(2, metric="projected").plan(bare.with_(signals={"projected": torch.full((4, 2), torch.nan)}))
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"budget": 0}, "budget must be a whole number of at least 1, got 0"),
         ({"budget": 2.0}, "budget must be a whole number"),
@@ -210,11 +222,11 @@ def test_needs_what_it_compares() -> None:
         ({"order": "spiral"}, "order must be one of 'raster', 'native', got 'spiral'"),
     ],
 )
-def test_refusals(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(BadParameter, match=sentence):
+def test_invalid_parameters(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
         make("folder", **{"budget": 4, **changes})
 
 
-def test_too_large_a_budget() -> None:
-    with pytest.raises(UnmetBudget, match="folder cannot give 5 tokens for this image: its 4 patches make 4 at most"):
+def test_budget_above_the_number_of_patches() -> None:
+    with pytest.raises(UnmetBudget, match="folder cannot give 5 tokens: the image has only 4 patches"):
         Folder(5).plan(VisualTokens(torch.eye(4), (2, 2)))

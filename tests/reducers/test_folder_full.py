@@ -1,4 +1,4 @@
-"""FOLDER for LLaVA: keys and CLS attention decide; cases by hand, and the rule one token at a time."""
+"""FOLDER (complete form): small examples and comparison with a reference implementation."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from slow_matching import Token, agree, contract_images, groups, patches_of, sample, sequence, step
 
-from torino import BadParameter, BadTokens, MissingSignal, UnmetBudget, VisualTokens, make
+from tests.support.reference_matching import (
+    Token,
+    assert_same_tokens,
+    contract_images,
+    drop_cls,
+    groups,
+    random_tokens,
+    sequence,
+    step,
+)
+from torino import VisualTokens, make
+from torino.core.errors import BadParameter, BadTokens, MissingSignal, UnmetBudget
 from torino.reducers.folder import Folder
 from torino.reducers.folder_full import FolderFull
 from torino.testing import check_reducer
 
 
-def slow(tokens: VisualTokens, budget: int, alpha: float) -> list[Token]:
+def reference(tokens: VisualTokens, budget: int, alpha: float) -> list[Token]:
     attention = tokens.signal("cls_attention", "test").double().mean(0)
     current = sequence(tokens.signal("head_keys", "test"), tokens.patches, True, attention)
     r = len(tokens) - budget
@@ -22,21 +32,22 @@ def slow(tokens: VisualTokens, budget: int, alpha: float) -> list[Token]:
         taken = min((len(current) - 1) // 2, r)
         current = step(current, taken, in_place_order=False, penalty=100 * alpha)
         r -= taken
-    return patches_of(current)
+    return drop_cls(current)
 
 
 @pytest.mark.parametrize("kind", ["random", "tied", "degenerate"])
 @pytest.mark.parametrize("alpha", [5.0, 0.02, 0])
-def test_equals_the_rule_one_token_at_a_time(kind: str, alpha: float) -> None:
+def test_equals_reference(kind: str, alpha: float) -> None:
     for seed, grid in enumerate([(4, 5), (3, 3), (1, 7), (6, 4), (2, 1), (1, 1)]):
-        tokens = sample(seed, grid, kind)
+        tokens = random_tokens(seed, grid, kind)
         n = len(tokens)
         for budget in sorted(
             {1, 2, 3, n // 4, n // 3, n // 2, n // 2 + 1, 2 * n // 3, n - 1, n} & set(range(1, n + 1))
         ):
-            wanted = slow(tokens, budget, alpha)
-            agree(FolderFull(budget, alpha, order="native").plan(tokens), wanted, tokens)
-            agree(FolderFull(budget, alpha).plan(tokens), sorted(wanted, key=lambda token: token.place), tokens)
+            expected = reference(tokens, budget, alpha)
+            assert_same_tokens(FolderFull(budget, alpha, order="native").plan(tokens), expected, tokens)
+            raster = sorted(expected, key=lambda token: token.place)
+            assert_same_tokens(FolderFull(budget, alpha).plan(tokens), raster, tokens)
 
 
 def hand(attention: list[float], keys: torch.Tensor | None = None) -> VisualTokens:
@@ -47,7 +58,7 @@ def hand(attention: list[float], keys: torch.Tensor | None = None) -> VisualToke
     )
 
 
-def test_one_hot_attention_by_hand() -> None:
+def test_one_hot_attention_protects_one_patch() -> None:
     # behind a CLS token the odd patches are sources; all keys alike, so attention alone ranks them
     tokens = hand([0, 1, 0, 0, 0, 0])
     assert groups(FolderFull(5).plan(tokens)) == {frozenset({0, 3}), *map(frozenset, ({1}, {2}, {4}, {5}))}
@@ -55,7 +66,7 @@ def test_one_hot_attention_by_hand() -> None:
     assert groups(FolderFull(3).plan(tokens)) == {frozenset({0, 1, 3, 5}), frozenset({2}), frozenset({4})}
 
 
-def test_what_is_attended_to_resists_by_hand() -> None:
+def test_attention_protects_patches_from_merging() -> None:
     keys = torch.tensor([[1.0, 0], [1, 0], [0, 1], [3, 4]])  # cosines of 1 and 3 with their targets: 1 and 0.8
     assert groups(FolderFull(3).plan(hand([0.1, 0.1, 0.1, 0.1], keys))) == {
         frozenset({0, 1}),
@@ -94,22 +105,22 @@ def _halves() -> list[set[int]]:
 
 
 def test_budget_of_all_patches_and_of_one() -> None:
-    tokens = sample(0, (3, 4), "random")
+    tokens = random_tokens(0, (3, 4), "random")
     assert torch.equal(FolderFull(12).plan(tokens).apply(tokens.patches), tokens.patches)
     torch.testing.assert_close(FolderFull(1).plan(tokens).apply(tokens.patches)[0], tokens.patches.mean(0))
-    one = sample(0, (1, 1), "random")
+    one = random_tokens(0, (1, 1), "random")
     assert torch.equal(FolderFull(1).plan(one).apply(one.patches), one.patches)
 
 
-def test_one_step_without_attention_is_folder_on_keys() -> None:
-    tokens = sample(4, (4, 6), "random")
+def test_one_step_without_attention_equals_folder_on_keys() -> None:
+    tokens = random_tokens(4, (4, 6), "random")
     plan = FolderFull(14, alpha=0.0).plan(tokens)
     same = Folder(14, metric="head_keys", class_token=True, log_size_scale="never").plan(tokens)
     assert groups(plan) == groups(same)
 
 
-def test_place_matters() -> None:
-    tokens = sample(2, (4, 4), "random")
+def test_no_permutation_equivariance() -> None:
+    tokens = random_tokens(2, (4, 4), "random")
     turn = torch.arange(16).roll(1)
     attention, keys = tokens.signal("cls_attention", "test"), tokens.signal("head_keys", "test")
     turned = VisualTokens(
@@ -126,7 +137,7 @@ def test_contract(budget: int, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"budget": 0}, "budget must be a whole number of at least 1, got 0"),
         ({"alpha": -1}, "alpha must be a finite number of at least 0, got -1"),
@@ -135,18 +146,18 @@ def test_contract(budget: int, changes: dict[str, Any]) -> None:
         ({"order": "up"}, "order must be one of"),
     ],
 )
-def test_refusals(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(BadParameter, match=sentence):
+def test_invalid_parameters(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
         make("folder-full", **{"budget": 4, **changes})
 
 
 def test_missing_and_bad_signals() -> None:
     tokens = hand([0.5, 0.5])
-    with pytest.raises(MissingSignal, match="folder-full reads head_keys"):
+    with pytest.raises(MissingSignal, match="folder-full needs the signal head_keys"):
         FolderFull(1).plan(tokens.with_(signals={}))
-    with pytest.raises(MissingSignal, match="folder-full reads cls_attention"):
+    with pytest.raises(MissingSignal, match="folder-full needs the signal cls_attention"):
         FolderFull(1).plan(tokens.with_(cls_attention=None))
-    with pytest.raises(BadTokens, match="folder-full reads head_keys of shape"):
+    with pytest.raises(BadTokens, match="folder-full needs head_keys of shape"):
         FolderFull(1).plan(tokens.with_(signals={"head_keys": torch.zeros(2, 3, 4)}))
-    with pytest.raises(UnmetBudget, match="folder-full cannot give 3 tokens for this image: its 2 patches make 2"):
+    with pytest.raises(UnmetBudget, match="folder-full cannot give 3 tokens: the image has only 2 patches"):
         FolderFull(3).plan(tokens)

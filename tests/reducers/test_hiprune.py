@@ -1,4 +1,4 @@
-"""HiPrune against cases worked by hand and a plain transcription of its rule."""
+"""HiPrune: small examples and comparison with a reference implementation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torino import BadParameter, BadTokens, MissingSignal, Reduction, UnmetBudget, VisualTokens, make
+from torino import Reduction, VisualTokens, make
+from torino.core.errors import BadParameter, BadTokens, MissingSignal, UnmetBudget
 from torino.reducers.hiprune import HiPrune
 from torino.testing import check_reducer, sample_tokens
 
@@ -25,19 +26,19 @@ def image(
 
 
 def spike(n: int, *places: int) -> list[float]:
-    """Attention on the given patches, falling, and none elsewhere."""
+    """Return attention that is positive on the given patches, in descending order, and 0 elsewhere."""
     values = [0.0] * n
     for rank, place in enumerate(places):
         values[place] = float(len(places) - rank)
     return values
 
 
-def slow(middle: list[float], deep: list[float], grid: tuple[int, int], budget: int, alpha: float, fidelity: str):
-    """The published rule, step by step: roles by patch, in order of choice."""
+def reference(middle: list[float], deep: list[float], grid: tuple[int, int], budget: int, alpha: float, fidelity: str):
+    """Return the role of each selected patch, in order of selection, computed with plain loops."""
     rows, columns = grid
     n = rows * columns
     count = round(budget * alpha / 5)
-    while 5 * count > budget:  # ours: an anchor and its neighbours must fit
+    while 5 * count > budget:  # ours: an anchor and its neighbors must fit
         count -= 1
     role: dict[int, str] = {}
     for i in sorted(range(n), key=lambda i: (-middle[i], i))[:count]:
@@ -64,19 +65,19 @@ def roles(plan: Reduction) -> dict[int, str]:
     return dict(zip(plan.anchor.tolist(), plan.role, strict=True))
 
 
-# ---------------------------------------------------------------------- by hand
+# ---------------------------------------------------------------------- small examples
 
 
 @pytest.mark.parametrize(("budget", "anchors"), [(192, 4), (128, 3), (64, 1), (25, 0), (26, 1), (1, 0)])
 def test_number_of_anchors(budget: int, anchors: int) -> None:
-    assert HiPrune(budget).anchors == anchors
+    assert HiPrune(budget).num_anchors == anchors
 
 
-def test_anchors_never_overrun_the_budget() -> None:
-    assert HiPrune(4, alpha=1.0).anchors == 0
-    assert HiPrune(193, alpha=1.0).anchors == 38
+def test_anchors_never_exceed_the_budget() -> None:
+    assert HiPrune(4, alpha=1.0).num_anchors == 0
+    assert HiPrune(193, alpha=1.0).num_anchors == 38
     for budget in range(1, 600):
-        assert HiPrune(budget, alpha=0.5).anchors == round(budget * 0.5 / 5)
+        assert HiPrune(budget, alpha=0.5).num_anchors == round(budget * 0.5 / 5)
 
 
 @pytest.mark.parametrize("fidelity", FIDELITIES)
@@ -91,8 +92,8 @@ def test_one_anchor_in_the_middle(fidelity: str) -> None:
     assert native.anchor.tolist() == [7, 2, 6, 8, 12, 19, 0]
 
 
-def test_neighbours_wrap_and_clamp_as_released_but_not_on_paper() -> None:
-    # 3 x 4 grid, anchor 3 = top right corner. Flat neighbours: 2, 4 (next row), 3 - 4 -> 0, 7. On the grid: 2 and 7.
+def test_neighbors_wrap_and_clamp_in_the_released_version_only() -> None:
+    # 3 x 4 grid, anchor 3 = top right corner. Flat neighbors: 2, 4 (next row), 3 - 4 -> 0, 7. On the grid: 2 and 7.
     tokens = image(spike(12, 3), spike(12, 11, 10, 9, 8), (3, 4))
     released = make("hiprune", budget=6, alpha=0.9).plan(tokens)
     assert roles(released) == {3: "anchor", 0: "buffer", 2: "buffer", 4: "buffer", 7: "buffer", 11: "register"}
@@ -110,7 +111,7 @@ def test_neighbours_wrap_and_clamp_as_released_but_not_on_paper() -> None:
 def test_equal_attention_goes_to_the_lowest_index() -> None:
     tokens = image([0.5] * 16, [0.5] * 16, (4, 4))
     assert make("hiprune", budget=5).plan(tokens).anchor.tolist() == [0, 1, 2, 3, 4]
-    # one anchor at 0, its neighbours 1 and 4 (and itself), then registers 2, 3 by index
+    # one anchor at 0, its neighbors 1 and 4 (and itself), then registers 2, 3 by index
     plan = make("hiprune", budget=5, alpha=1.0).plan(tokens)
     assert roles(plan) == {0: "anchor", 1: "buffer", 4: "buffer", 2: "register", 3: "register"}
 
@@ -122,7 +123,7 @@ def test_one_hot_attention_is_kept() -> None:
         assert roles(plan)[place] == "anchor"
 
 
-def test_whole_budget_is_the_identity_and_one_patch_works() -> None:
+def test_budgets_of_all_patches_and_of_one() -> None:
     plan = make("hiprune", budget=12, alpha=1.0).plan(image(spike(12, 5), spike(12, 1), (3, 4)))
     assert plan.anchor.tolist() == list(range(12))
     assert plan.is_pruning
@@ -130,19 +131,19 @@ def test_whole_budget_is_the_identity_and_one_patch_works() -> None:
     assert make("hiprune", budget=1).plan(image(spike(12, 5), spike(12, 7), (3, 4))).anchor.tolist() == [7]
 
 
-# ---------------------------------------------------------------------- against the transcription
+# ---------------------------------------------------------------------- reference
 
 
 @pytest.mark.parametrize("fidelity", FIDELITIES)
 @pytest.mark.parametrize("grid", [(6, 7), (1, 9), (9, 1), (24, 24)])
 @pytest.mark.parametrize("levels", [3, 1000])
-def test_same_as_the_transcription(grid: tuple[int, int], fidelity: str, levels: int) -> None:
+def test_equals_reference(grid: tuple[int, int], fidelity: str, levels: int) -> None:
     n = grid[0] * grid[1]
-    source = torch.Generator().manual_seed(n + levels)
+    generator = torch.Generator().manual_seed(n + levels)
     for alpha in (0.0, 0.1, 0.5, 1.0):
-        middle, deep = (torch.randint(levels, (2, n), generator=source) / levels).tolist()
+        middle, deep = (torch.randint(levels, (2, n), generator=generator) / levels).tolist()
         for budget in sorted({1, 2, 5, 9, n // 3, n - 1, n}):
-            want = slow(middle, deep, grid, budget, alpha, fidelity)
+            want = reference(middle, deep, grid, budget, alpha, fidelity)
             tokens = image(middle, deep, grid)
             native = make("hiprune", budget=budget, alpha=alpha, fidelity=fidelity, order="native").plan(tokens)
             assert list(roles(native).items()) == list(want.items())
@@ -155,10 +156,10 @@ def test_same_as_the_transcription(grid: tuple[int, int], fidelity: str, levels:
 # ---------------------------------------------------------------------- symmetry, contract, errors
 
 
-def test_it_depends_on_places_but_not_without_anchors() -> None:
-    source = torch.Generator().manual_seed(3)
-    middle, deep = torch.rand(2, 36, generator=source)
-    shuffled = torch.randperm(36, generator=source)
+def test_permutation_equivariance_only_without_anchors() -> None:
+    generator = torch.Generator().manual_seed(3)
+    middle, deep = torch.rand(2, 36, generator=generator)
+    shuffled = torch.randperm(36, generator=generator)
     for alpha, equivariant in ((0.0, True), (0.8, False)):
         reducer = make("hiprune", budget=12, alpha=alpha)
         plain = reducer.plan(image(middle, deep, (6, 6))).anchor
@@ -167,12 +168,12 @@ def test_it_depends_on_places_but_not_without_anchors() -> None:
 
 
 def with_signals(block: int = 8) -> list[VisualTokens]:
-    source = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     return [
         tokens.with_(
             signals={
-                "received_attention": torch.rand(len(tokens), generator=source),
-                f"received_attention@{block}": torch.rand(len(tokens), generator=source),
+                "received_attention": torch.rand(len(tokens), generator=generator),
+                f"received_attention@{block}": torch.rand(len(tokens), generator=generator),
             }
         )
         for tokens in sample_tokens()
@@ -194,11 +195,11 @@ def test_another_object_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("given", "message"),
     [
         ({"budget": 0}, "budget must be a whole number of at least 1, got 0"),
         ({"budget": 2.0}, "budget must be a whole number"),
-        ({"alpha": 1.5}, "alpha must be between 0 and 1, got 1.5"),
+        ({"alpha": 1.5}, "must be between 0 and 1, got 1.5"),
         ({"alpha": -0.1}, "alpha must be a finite number of at least 0, got -0.1"),
         ({"alpha": float("nan")}, "alpha must be a finite number"),
         ({"object_block": -1}, "object_block must be a whole number of at least 0, got -1"),
@@ -206,16 +207,16 @@ def test_another_object_block() -> None:
         ({"order": "random"}, "order must be one of"),
     ],
 )
-def test_bad_parameters(given: dict[str, object], sentence: str) -> None:
-    with pytest.raises(BadParameter, match=sentence):
+def test_invalid_parameters(given: dict[str, object], message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
         make("hiprune", **({"budget": 4} | given))
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_signals_and_unmet_budgets() -> None:
     tokens = image([0.1] * 4, [0.1] * 4, (2, 2))
     with pytest.raises(UnmetBudget, match="hiprune cannot give 5 tokens"):
         make("hiprune", budget=5).plan(tokens)
-    with pytest.raises(MissingSignal, match="hiprune reads received_attention@2"):
+    with pytest.raises(MissingSignal, match="hiprune needs the signal received_attention@2"):
         make("hiprune", budget=2, object_block=2).plan(tokens)
     with pytest.raises(BadTokens, match="received_attention of shape"):
         make("hiprune", budget=2).plan(tokens.with_(signals={**tokens.signals, "received_attention": torch.ones(3)}))

@@ -1,4 +1,4 @@
-"""What is done differently for many tokens than for few: halves of products, filtered directions, rounded cosines."""
+"""Numerical shortcuts for many tokens: symmetric products, subspace iteration, rounded cosines."""
 
 from __future__ import annotations
 
@@ -9,36 +9,35 @@ from torch import Tensor
 
 from torino import VisualTokens, make
 from torino.reducers import prunesid
-from torino.reducers._matching import cosines as exact_cosines
-from torino.reducers.divprune import LARGE, cosines, products
-from torino.reducers.gtp import token_graph
-from torino.reducers.prunesid import PruneSID, leading, suppress
-from torino.reducers.vispruner import _without_duplicates
+from torino.reducers._similarity import SYMMETRIC_ROWS, cross_cosines, gram_matrix, pairwise_cosines
+from torino.reducers.gtp import build_graph
+from torino.reducers.prunesid import PruneSID, leading_eigenvectors, suppress
+from torino.reducers.vispruner import _drop_duplicates
 
 
 def clustered(seed: int, n: int = 450, width: int = 96) -> Tensor:
-    source = torch.Generator().manual_seed(seed)
-    centres = torch.randn(30, width, generator=source) + 0.7 * torch.randn(width, generator=source)
-    return centres[torch.randint(30, (n,), generator=source)] + 0.4 * torch.randn(n, width, generator=source)
+    generator = torch.Generator().manual_seed(seed)
+    centers = torch.randn(30, width, generator=generator) + 0.7 * torch.randn(width, generator=generator)
+    return centers[torch.randint(30, (n,), generator=generator)] + 0.4 * torch.randn(n, width, generator=generator)
 
 
-# ---------------------------------------------------------------------- products
+# ---------------------------------------------------------------------- similarities
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n", [LARGE - 1, LARGE, LARGE + 1, 577])
-def test_products_are_products(n: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("n", [SYMMETRIC_ROWS - 1, SYMMETRIC_ROWS, SYMMETRIC_ROWS + 1, 577])
+def test_gram_matrix_equals_matrix_product(n: int, dtype: torch.dtype) -> None:
     x = clustered(0, n).to(dtype)
-    torch.testing.assert_close(products(x), x @ x.T, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(products(x.T.contiguous().T), x @ x.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gram_matrix(x), x @ x.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gram_matrix(x.T.contiguous().T), x @ x.T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n", [LARGE + 1, 512, 577])
+@pytest.mark.parametrize("n", [SYMMETRIC_ROWS + 1, 512, 577])
 def test_copies_have_cosine_one_in_all_quarters(n: int, dtype: torch.dtype) -> None:
     label = torch.arange(n) % 7
     for width in (3, 100, 1024):
-        similar = cosines(clustered(1, 7, width)[label], dtype)
+        similar = pairwise_cosines(clustered(1, 7, width)[label], dtype)
         assert (similar[label[:, None] == label] == 1).all()
         assert torch.equal(similar, similar.T)
 
@@ -47,11 +46,11 @@ def test_copies_have_cosine_one_in_all_quarters(n: int, dtype: torch.dtype) -> N
 def test_float64_cosines_of_tiny_and_huge_rows(factor: float) -> None:
     x = torch.tensor([[1.0, 0], [1, 1], [0, 0], [-1, 0]]) * factor
     expected = torch.tensor([[1, 0.5**0.5, 0, -1], [0.5**0.5, 1, 0, -(0.5**0.5)], [0] * 4, [-1, -(0.5**0.5), 0, 1]])
-    torch.testing.assert_close(cosines(x, torch.float64), expected.double())
-    torch.testing.assert_close(cosines(x.double() * 1e200, torch.float64), expected.double())
+    torch.testing.assert_close(pairwise_cosines(x, torch.float64), expected.double())
+    torch.testing.assert_close(pairwise_cosines(x.double() * 1e200, torch.float64), expected.double())
 
 
-# ---------------------------------------------------------------------- leading directions
+# ---------------------------------------------------------------------- eigenvectors
 
 
 def spectrum(values: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +61,9 @@ def spectrum(values: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("fall", [0.9, 0.95])
 @pytest.mark.parametrize("count", [1, 4, 16, 40])
-def test_leading_directions_without_eigh(count: int, fall: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leading_eigenvectors_without_full_decomposition(
+    count: int, fall: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gram, basis = spectrum(fall ** torch.arange(400, dtype=torch.float64), count)
     whole = torch.linalg.eigh
 
@@ -71,14 +72,14 @@ def test_leading_directions_without_eigh(count: int, fall: float, monkeypatch: p
         return whole(matrix)
 
     monkeypatch.setattr(torch.linalg, "eigh", small)
-    value, vector = leading(gram, count)
+    value, vector = leading_eigenvectors(gram, count)
     torch.testing.assert_close(value, fall ** torch.arange(count, dtype=torch.float64), rtol=1e-9, atol=0)
     torch.testing.assert_close(vector.abs(), basis[:, :count].abs(), rtol=0, atol=1e-9)
     torch.testing.assert_close(vector.T @ vector, torch.eye(count, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["flat", "late", "zero", "of low rank", "pairs"])
-def test_leading_directions_of_awkward_spectra(kind: str) -> None:
+def test_leading_eigenvectors_of_difficult_spectra(kind: str) -> None:
     place = torch.arange(300, dtype=torch.float64)
     values = {
         "flat": 2 - place / 300,
@@ -88,7 +89,7 @@ def test_leading_directions_of_awkward_spectra(kind: str) -> None:
         "pairs": 0.9 ** (place // 2),
     }[kind]
     gram, _ = spectrum(values, 3)
-    value, vector = leading(gram, 16)
+    value, vector = leading_eigenvectors(gram, 16)
     torch.testing.assert_close(value, values[:16], rtol=0, atol=1e-12)
     torch.testing.assert_close(gram @ vector, vector * value, rtol=0, atol=2e-12)
     torch.testing.assert_close(vector.T @ vector, torch.eye(16, dtype=torch.float64), rtol=0, atol=1e-11)
@@ -96,7 +97,7 @@ def test_leading_directions_of_awkward_spectra(kind: str) -> None:
 
 @pytest.mark.parametrize("fidelity", ["released", "paper"])
 @pytest.mark.parametrize("shape", [(300, 400), (400, 300), (300, 40)])
-def test_loadings_are_those_of_a_singular_value_decomposition(shape: tuple[int, int], fidelity: str) -> None:
+def test_loadings_equal_svd(shape: tuple[int, int], fidelity: str) -> None:
     patches = clustered(2, *shape)
     z = patches.double().sigmoid()
     z = z - z.mean(1 if fidelity == "released" else 0, keepdim=True)
@@ -104,7 +105,7 @@ def test_loadings_are_those_of_a_singular_value_decomposition(shape: tuple[int, 
     np.testing.assert_allclose(PruneSID(48, fidelity=fidelity)._loading(patches, 12), expected, rtol=0, atol=2e-9)
 
 
-def test_plans_do_not_depend_on_how_directions_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_do_not_depend_on_the_eigensolver(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(3):
         patches = clustered(seed, 441, 500)
         patches[200:260] = patches[:60]
@@ -114,11 +115,11 @@ def test_plans_do_not_depend_on_how_directions_are_found(monkeypatch: pytest.Mon
             reducer = make("prunesid", budget=budget, fidelity=fidelity, order="native")
             fast = reducer.plan(tokens)
             with monkeypatch.context() as patched:
-                patched.setattr(prunesid, "_filtered", lambda *_: None)
+                patched.setattr(prunesid, "_subspace_iteration", lambda *_: None)
                 assert reducer.plan(tokens).sources.tolist() == fast.sources.tolist()
 
 
-def test_groups_may_come_in_any_order() -> None:
+def test_suppression_with_interleaved_groups() -> None:
     unit = torch.nn.functional.normalize(clustered(4, 60, 8), dim=1)
     group = np.arange(60) % 5
     order = np.random.default_rng(0).permutation(60)
@@ -133,31 +134,31 @@ def test_groups_may_come_in_any_order() -> None:
 # ---------------------------------------------------------------------- greedy loops
 
 
-def plainly(similar: np.ndarray, wanted: int) -> list[int]:
+def plainly(similar: np.ndarray, expected: int) -> list[int]:
     left = list(range(len(similar)))
-    while len(left) > wanted:
+    while len(left) > expected:
         even, odd = left[::2], left[1::2]
         nearest = {i: max(similar[i, j] for j in odd) for i in even}
         even.sort(key=lambda i: -nearest[i])
-        left = even[min(8, len(left) - wanted) :] + odd
+        left = even[min(8, len(left) - expected) :] + odd
     return left
 
 
-def test_duplicates_that_float32_cannot_tell_apart() -> None:
+def test_duplicates_beyond_float32_precision() -> None:
     for seed in range(5):
         draw = np.random.default_rng(seed)
         similar = 0.5 + 1e-9 * draw.random((41, 41)) * (draw.random((41, 41)) < 0.7)
         similar[:20] += 0.25 * draw.random((20, 1))
         similar = (similar + similar.T) / 2
-        for wanted in (1, 10, 24, 40):
-            assert _without_duplicates(similar, wanted)[0].tolist() == plainly(similar, wanted)
+        for expected in (1, 10, 24, 40):
+            assert _drop_duplicates(similar, expected)[0].tolist() == plainly(similar, expected)
 
 
-def test_coverage_of_many_patches_at_once() -> None:
+def test_coverage_sums_do_not_overflow() -> None:
     n = 300  # sums of more rows than int32 holds
     patches = torch.ones(n, 4) + 0.01 * torch.randn(n, 4, generator=torch.Generator().manual_seed(0))
     attention = torch.rand(1, n, generator=torch.Generator().manual_seed(1)).double()
-    similar = cosines(patches).clamp(0, 1).double().mul(1 << 24).round().numpy()
+    similar = pairwise_cosines(patches).clamp(0, 1).double().mul(1 << 24).round().numpy()
     covered, saliency, picked = np.zeros(n), attention[0].numpy(), list[int]()
     for _ in range(20):
         worth = np.maximum(0, similar - covered).sum(1) * saliency
@@ -172,10 +173,10 @@ def test_coverage_of_many_patches_at_once() -> None:
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 5), (5, 1), (2, 2), (3, 4), (4, 3)])
-def test_touching_patches(grid: tuple[int, int]) -> None:
+def test_grid_neighbors(grid: tuple[int, int]) -> None:
     rows, columns = grid
     n = rows * columns
-    joined = token_graph(torch.zeros(n, 1), grid, "spatial") > 0
+    joined = build_graph(torch.zeros(n, 1), grid, "spatial") > 0
     for i in range(n):
         for j in range(n):
             apart = max(abs(i // columns - j // columns), abs(i % columns - j % columns))
@@ -183,9 +184,9 @@ def test_touching_patches(grid: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("factor", [1e-42, 1e-25, 1.0, 1e25])
-def test_neighbours_of_tiny_and_huge_patches(factor: float) -> None:
+def test_neighbors_of_tiny_and_huge_patches(factor: float) -> None:
     patches = clustered(5, 60, 8) * factor
     patches[[3, 30]] = 0
-    exact = exact_cosines(patches, patches).fill_diagonal_(-torch.inf)
+    exact = cross_cosines(patches, patches).fill_diagonal_(-torch.inf)
     expected = (exact >= exact.topk(5, dim=1).values[:, -1:]).fill_diagonal_(False)
-    assert torch.equal(token_graph(patches, (6, 10), "semantic", 5) > 0, expected & (expected.sum(0) > 0))
+    assert torch.equal(build_graph(patches, (6, 10), "semantic", 5) > 0, expected & (expected.sum(0) > 0))

@@ -1,4 +1,4 @@
-"""PruneSID against cases worked by hand and a plain transcription of its rule."""
+"""PruneSID: small examples and comparison with a reference implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torino import BadParameter, BadTokens, MissingSignal, Reduction, UnmetBudget, VisualTokens, make
+from torino import Reduction, VisualTokens, make
+from torino.core.errors import BadParameter, BadTokens, MissingSignal, UnmetBudget
 from torino.reducers.prunesid import (
     PruneSID,
     allocate,
@@ -34,11 +35,11 @@ def tokens_of(patches: Tensor, attention: Tensor | None = None, grid: tuple[int,
     return VisualTokens(patches, grid or (1, n), cls=torch.zeros(patches.shape[1]), cls_attention=attention)
 
 
-# ---------------------------------------------------------------------- the transcription
+# ---------------------------------------------------------------------- reference
 
 
-def slow_allocation(kept: list[int], sizes: list[int], budget: int, patches: int) -> list[int]:
-    """Allocation as described, one group at a time, in exact fractions."""
+def reference_allocation(kept: list[int], sizes: list[int], budget: int, patches: int) -> list[int]:
+    """Compute the allocation one group at a time with exact fractions."""
     groups = range(len(sizes))
     lower = [min(1, sizes[g]) for g in groups]
     upper = [min(5 * math.ceil(budget / 64), sizes[g], kept[g]) for g in groups]
@@ -57,8 +58,8 @@ def slow_allocation(kept: list[int], sizes: list[int], budget: int, patches: int
     return n
 
 
-def slow(tokens: VisualTokens, budget: int, fidelity: str) -> list[int]:
-    """The published rule with loops and lists: patches (and N for CLS) in the method's own order."""
+def reference(tokens: VisualTokens, budget: int, fidelity: str) -> list[int]:
+    """Return the selected patches (and N for CLS) in native order, computed with plain loops."""
     released = fidelity == "released"
     x = tokens.patches.double().tolist()
     n, width = len(x), len(x[0])
@@ -106,7 +107,7 @@ def slow(tokens: VisualTokens, budget: int, fidelity: str) -> list[int]:
                         live[i] = False
         counter += 1
     sizes = [group.count(g) for g in groups]
-    n_g = slow_allocation(kept, sizes, budget, budget - released) if budget > released else [0] * len(groups)
+    n_g = reference_allocation(kept, sizes, budget, budget - released) if budget > released else [0] * len(groups)
     chosen = [n] if released else []
     for g in groups:
         chosen += sorted((i for i in range(n) if group[i] == g), key=lambda i: (-rank[i], i))[: n_g[g]]
@@ -118,16 +119,16 @@ def native(tokens: VisualTokens, budget: int, **given: Any) -> list[int]:
 
 
 def mixture(seed: int, n: int = 30, width: int = 12, kinds: int = 6, noise: float = 0.4, shift: float = 0.5) -> Tensor:
-    source = torch.Generator().manual_seed(seed)
-    centres = torch.randn(kinds, width, generator=source) + shift * torch.randn(width, generator=source)
-    return centres[torch.randint(kinds, (n,), generator=source)] + noise * torch.randn(n, width, generator=source)
+    generator = torch.Generator().manual_seed(seed)
+    centers = torch.randn(kinds, width, generator=generator) + shift * torch.randn(width, generator=generator)
+    return centers[torch.randint(kinds, (n,), generator=generator)] + noise * torch.randn(n, width, generator=generator)
 
 
 @pytest.mark.parametrize("fidelity", FIDELITIES)
 @pytest.mark.parametrize("kind", ["random", "clustered", "tied", "few", "identical", "zero"])
-def test_same_as_the_transcription(kind: str, fidelity: str) -> None:
+def test_equals_reference(kind: str, fidelity: str) -> None:
     for seed in range(2):
-        source = torch.Generator().manual_seed(100 + seed)
+        generator = torch.Generator().manual_seed(100 + seed)
         patches = {
             "random": lambda seed=seed: mixture(seed, kinds=30, shift=0.0),
             "clustered": lambda seed=seed: mixture(seed, shift=1.0),
@@ -137,15 +138,15 @@ def test_same_as_the_transcription(kind: str, fidelity: str) -> None:
             "zero": lambda: torch.zeros(30, 12),
         }[kind]()
         levels = (
-            torch.randint(4, (2, 30), generator=source) / 4
+            torch.randint(4, (2, 30), generator=generator) / 4
             if kind in ("tied", "few")
-            else torch.rand(2, 30, generator=source)
+            else torch.rand(2, 30, generator=generator)
         )
         tokens = tokens_of(patches, levels, (5, 6))
         for budget in (1, 2, 3, 4, 7, 8, 12, 16, 21, 30, 31):
             if budget == 31 and fidelity == "paper":
                 continue
-            want = slow(tokens, budget, fidelity)
+            want = reference(tokens, budget, fidelity)
             assert len(want) == len(set(want)) == budget
             assert native(tokens, budget, fidelity=fidelity) == want, (seed, budget)
             raster = make("prunesid", budget=budget, fidelity=fidelity).plan(tokens)
@@ -153,13 +154,13 @@ def test_same_as_the_transcription(kind: str, fidelity: str) -> None:
             assert raster.role == tuple("cls" if i == 30 else "primary" for i in sorted(want))
 
 
-def test_same_as_the_transcription_at_larger_budgets() -> None:
+def test_equals_reference_at_larger_budgets() -> None:
     tokens = tokens_of(
         mixture(7, n=144, width=40, kinds=12), torch.rand(3, 144, generator=torch.Generator().manual_seed(1))
     )
     for fidelity in FIDELITIES:
         for budget in (48, 72):
-            assert native(tokens, budget, fidelity=fidelity) == slow(tokens, budget, fidelity)
+            assert native(tokens, budget, fidelity=fidelity) == reference(tokens, budget, fidelity)
 
 
 @st.composite
@@ -172,15 +173,15 @@ def group_sizes(draw: st.DrawFn) -> tuple[list[int], list[int], int, int]:
 
 
 @given(group_sizes())
-def test_allocation_is_the_transcription_and_adds_up(case: tuple[list[int], list[int], int, int]) -> None:
+def test_allocation_equals_reference(case: tuple[list[int], list[int], int, int]) -> None:
     kept, sizes, budget, patches = case
     given_ = allocate(np.array(kept), np.array(sizes), budget, patches).tolist()
-    assert given_ == slow_allocation(kept, sizes, budget, patches)
+    assert given_ == reference_allocation(kept, sizes, budget, patches)
     assert sum(given_) == patches
     assert all(0 <= count <= size for count, size in zip(given_, sizes, strict=True))
 
 
-# ---------------------------------------------------------------------- by hand
+# ---------------------------------------------------------------------- small examples
 
 
 def test_thresholds() -> None:
@@ -212,7 +213,7 @@ def test_ceiling_of_a_large_group(budget: int, ceiling: int) -> None:
     sizes = [20] + [4] * 15
     given_ = allocate(np.array(sizes), np.array(sizes), budget, budget - 1).tolist()
     assert given_[0] == ceiling
-    assert given_ == slow_allocation(sizes, sizes, budget, budget - 1)
+    assert given_ == reference_allocation(sizes, sizes, budget, budget - 1)
 
 
 def test_suppression_by_hand() -> None:
@@ -238,7 +239,7 @@ def test_redundancy_by_hand() -> None:
     assert redundancy(unit) == pytest.approx(float((unit @ unit.T)[rows, columns].mean()), abs=1e-6)
 
 
-def test_identical_patches_are_taken_by_attention() -> None:
+def test_identical_patches_are_selected_by_attention() -> None:
     attention = torch.tensor([[0.1, 0.3, 0.2, 0.9, 0.5, 0.5, 0.0, 0.4]])
     tokens = tokens_of(torch.ones(8, 4), attention)
     assert native(tokens, 5) == [8, 3, 4, 5, 7]
@@ -266,7 +267,7 @@ def test_orthogonal_clusters_are_all_represented() -> None:
         assert mine == list(range(best, best - len(mine), -1))
 
 
-def test_one_hot_attention_leads_its_group() -> None:
+def test_patch_of_one_hot_attention_is_kept() -> None:
     patches = mixture(3)
     for place in (0, 13, 29):
         attention = torch.zeros(2, 30)
@@ -275,8 +276,8 @@ def test_one_hot_attention_leads_its_group() -> None:
         assert place in plan.anchor.tolist()
 
 
-@pytest.mark.parametrize("decomposition", ["exact", "randomised"])
-def test_whole_budget_keeps_all_and_one_keeps_one(decomposition: str) -> None:
+@pytest.mark.parametrize("decomposition", ["exact", "randomized"])
+def test_budgets_of_all_patches_and_of_one(decomposition: str) -> None:
     tokens = tokens_of(mixture(1), grid=(5, 6))
     assert make("prunesid", budget=31, decomposition=decomposition).plan(tokens).sources.tolist() == list(range(31))
     paper = make("prunesid", budget=30, fidelity="paper", decomposition=decomposition).plan(tokens)
@@ -298,11 +299,11 @@ def test_paper_budget_of_one_is_the_patch_of_highest_loading() -> None:
 
 
 @pytest.mark.parametrize("fidelity", FIDELITIES)
-def test_randomised_directions_are_close_to_exact_ones(fidelity: str) -> None:
+def test_randomized_directions_are_close_to_exact_ones(fidelity: str) -> None:
     tokens = tokens_of(mixture(5, n=196, width=64, kinds=7, noise=0.02))
     count = 7 if fidelity == "released" else 6  # as many directions as stand out; one goes with the mean of the patches
     exact = PruneSID(40, fidelity=fidelity)._loading(tokens.patches, count)
-    near = PruneSID(40, fidelity=fidelity, decomposition="randomised")._loading(tokens.patches, count)
+    near = PruneSID(40, fidelity=fidelity, decomposition="randomized")._loading(tokens.patches, count)
     assert exact.shape == near.shape == (196, count)
     np.testing.assert_allclose((exact * exact).sum(0), 1, atol=1e-6)
     np.testing.assert_allclose(near, exact, atol=1e-3)
@@ -310,14 +311,14 @@ def test_randomised_directions_are_close_to_exact_ones(fidelity: str) -> None:
 
 def test_seeds() -> None:
     tokens = tokens_of(mixture(6, n=100, width=40, kinds=100), grid=(10, 10))
-    plans = [native(tokens, 40, decomposition="randomised", seed=seed) for seed in (0, 0, 1, 2)]
+    plans = [native(tokens, 40, decomposition="randomized", seed=seed) for seed in (0, 0, 1, 2)]
     assert plans[0] == plans[1]
     assert plans[1] != plans[2] or plans[1] != plans[3]
     exact = [native(tokens, 40, seed=seed) for seed in (0, 1)]
     assert exact[0] == exact[1]
 
 
-# ---------------------------------------------------------------------- the image decides
+# ---------------------------------------------------------------------- dynamic budget
 
 
 def test_dynamic_budget_follows_information() -> None:
@@ -338,7 +339,7 @@ def test_dynamic_budget_follows_information() -> None:
 def test_dynamic_budget_is_clipped() -> None:
     orthogonal, same = tokens_of(torch.eye(9)), tokens_of(torch.ones(9, 9))
     reducer = make("prunesid", dynamic=True, mean_budget=8, mean_information=0.5)
-    assert len(reducer.plan(orthogonal)) == 10  # 16 are wanted, nine patches and CLS there are
+    assert len(reducer.plan(orthogonal)) == 10  # 16 are expected, nine patches and CLS there are
     assert len(reducer.plan(same)) == 4
     assert len(reducer.plan(tokens_of(torch.ones(1, 4)))) == 2
 
@@ -348,8 +349,8 @@ def test_dynamic_budget_is_clipped() -> None:
 
 @pytest.mark.parametrize("fidelity", FIDELITIES)
 def test_permutation_equivariance_of_the_exact_one(fidelity: str) -> None:
-    patches, source = mixture(8, kinds=20), torch.Generator().manual_seed(9)
-    attention, shuffled = torch.rand(2, 30, generator=source), torch.randperm(30, generator=source)
+    patches, generator = mixture(8, kinds=20), torch.Generator().manual_seed(9)
+    attention, shuffled = torch.rand(2, 30, generator=generator), torch.randperm(30, generator=generator)
     back = torch.cat([shuffled, torch.tensor([30])])
     for budget in (6, 13, 20):
         plain = native(tokens_of(patches, attention), budget, fidelity=fidelity)
@@ -357,17 +358,17 @@ def test_permutation_equivariance_of_the_exact_one(fidelity: str) -> None:
         assert back[moved].tolist() == plain
 
 
-def test_no_permutation_equivariance_of_the_randomised_one() -> None:
-    patches, source = mixture(8, n=100, width=40, kinds=100), torch.Generator().manual_seed(9)
-    attention, shuffled = torch.rand(2, 100, generator=source), torch.randperm(100, generator=source)
+def test_no_permutation_equivariance_of_the_randomized_decomposition() -> None:
+    patches, generator = mixture(8, n=100, width=40, kinds=100), torch.Generator().manual_seed(9)
+    attention, shuffled = torch.rand(2, 100, generator=generator), torch.randperm(100, generator=generator)
     back = torch.cat([shuffled, torch.tensor([100])])
-    plain = native(tokens_of(patches, attention), 40, decomposition="randomised")
-    moved = native(tokens_of(patches[shuffled], attention[:, shuffled]), 40, decomposition="randomised")
+    plain = native(tokens_of(patches, attention), 40, decomposition="randomized")
+    moved = native(tokens_of(patches[shuffled], attention[:, shuffled]), 40, decomposition="randomized")
     assert set(back[moved].tolist()) != set(plain)
 
 
 @pytest.mark.parametrize("order", ["raster", "native"])
-@pytest.mark.parametrize("decomposition", ["exact", "randomised"])
+@pytest.mark.parametrize("decomposition", ["exact", "randomized"])
 @pytest.mark.parametrize("fidelity", FIDELITIES)
 @pytest.mark.parametrize("budget", [1, 4, 9, 16])
 def test_contract(budget: int, fidelity: str, decomposition: str, order: str) -> None:
@@ -391,22 +392,22 @@ def test_paper_needs_patches_only() -> None:
     assert isinstance(plan, Reduction)
     assert plan.is_pruning
     for missing in ("cls", "cls_attention"):
-        with pytest.raises(MissingSignal, match=f"prunesid reads {missing},"):
+        with pytest.raises(MissingSignal, match=f"prunesid needs the signal {missing},"):
             make("prunesid", budget=8).plan(tokens_of(mixture(0)).with_(**{missing: None}))
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("given", "message"),
     [
         ({}, "prunesid needs budget, the exact number of tokens"),
         ({"budget": 0}, "budget must be a whole number of at least 1, got 0"),
         ({"budget": 8.0}, "budget must be a whole number"),
         ({"budget": 8, "fidelity": "code"}, "fidelity must be one of 'released', 'paper', got 'code'"),
-        ({"budget": 8, "decomposition": "svd"}, "decomposition must be one of 'exact', 'randomised'"),
+        ({"budget": 8, "decomposition": "svd"}, "decomposition must be one of 'exact', 'randomized'"),
         ({"budget": 8, "order": "group"}, "order must be one of"),
         ({"budget": 8, "seed": 0.5}, "seed must be a whole number, got 0.5"),
         ({"budget": 8, "dynamic": 1}, "dynamic must be True or False"),
-        ({"budget": 8, "mean_budget": 8}, "belong to dynamic=True"),
+        ({"budget": 8, "mean_budget": 8}, "require dynamic=True"),
         ({"budget": 8, "dynamic": True}, "Give mean_budget=8 instead"),
         ({"dynamic": True, "mean_budget": 8}, "needs mean_budget.* and mean_information"),
         ({"dynamic": True, "mean_budget": 0, "mean_information": 0.5}, "mean_budget must be a whole number"),
@@ -414,16 +415,16 @@ def test_paper_needs_patches_only() -> None:
         ({"dynamic": True, "mean_budget": 8, "mean_information": float("nan")}, "mean_information must be"),
     ],
 )
-def test_bad_parameters(given: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(BadParameter, match=sentence):
+def test_invalid_parameters(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
         make("prunesid", **given)
 
 
-def test_budgets_beyond_the_image_are_refused() -> None:
+def test_budget_above_the_number_of_tokens() -> None:
     tokens = tokens_of(mixture(0))
-    with pytest.raises(UnmetBudget, match=r"prunesid cannot give 32 tokens .* its patches and CLS token make 31"):
+    with pytest.raises(UnmetBudget, match=r"prunesid cannot give 32 tokens: the image has only 31 tokens"):
         make("prunesid", budget=32).plan(tokens)
-    with pytest.raises(UnmetBudget, match="its patches make 30"):
+    with pytest.raises(UnmetBudget, match="has only 30 patches"):
         make("prunesid", budget=31, fidelity="paper").plan(tokens)
-    with pytest.raises(BadTokens, match="no image"):
+    with pytest.raises(BadTokens, match="needs at least one image, got none"):
         calibrate_information([])

@@ -1,4 +1,4 @@
-"""Random: uniform, seeded by the image and not by its neighbours."""
+"""Random: uniform draws that depend on the image and the seed, not on the batch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from torino import BadParameter, UnmetBudget, VisualTokens
+from torino import VisualTokens
+from torino.core.errors import BadParameter, UnmetBudget
 from torino.reducers import get, make
 from torino.reducers.random import Random, fingerprint
 from torino.testing import check_reducer, same_plan, sample_tokens
 
 
 def image(seed: int, n: int = 12, width: int = 16) -> VisualTokens:
-    source = torch.Generator().manual_seed(seed)
-    return VisualTokens(torch.randn(n, width, generator=source), (1, n))
+    generator = torch.Generator().manual_seed(seed)
+    return VisualTokens(torch.randn(n, width, generator=generator), (1, n))
 
 
 def drawn(patches: list[list[float]], grid: tuple[int, int], seed: int) -> list[int]:
@@ -58,13 +59,13 @@ def test_every_subset_is_as_likely_as_the_others() -> None:
     assert sum((count - 200) ** 2 / 200 for count in kept.values()) < 20.5
 
 
-def test_a_smaller_draw_is_part_of_a_larger_one() -> None:
+def test_smaller_draw_is_a_subset_of_a_larger_one() -> None:
     tokens = image(3, 40)
     draws = [set(Random(budget).plan(tokens).sources.tolist()) for budget in range(1, 41)]
     assert all(small < large for small, large in pairwise(draws))
 
 
-def test_image_and_seed_decide_and_nothing_else() -> None:
+def test_draw_depends_only_on_image_and_seed() -> None:
     images = [image(seed, 64) for seed in range(6)]
     alone = [Random(16).plan(tokens) for tokens in images]
     assert len({tuple(plan.sources.tolist()) for plan in alone}) == 6
@@ -76,7 +77,7 @@ def test_image_and_seed_decide_and_nothing_else() -> None:
     assert on_another_grid.sources.tolist() != alone[0].sources.tolist()
 
 
-def test_rounding_in_the_encoder_seldom_changes_the_draw() -> None:
+def test_rounding_errors_rarely_change_the_draw() -> None:
     same = 0
     for seed in range(100):
         patches = image(seed, 64, 256).patches
@@ -86,7 +87,7 @@ def test_rounding_in_the_encoder_seldom_changes_the_draw() -> None:
     assert same >= 97
 
 
-def test_positions_matter() -> None:
+def test_no_permutation_equivariance() -> None:
     tokens = image(1, 64)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(9))
     permuted = Random(16).plan(tokens.with_(patches=tokens.patches[order]))
@@ -100,7 +101,7 @@ def test_identical_tokens(value: float) -> None:
     assert plan.score.isnan().all()
 
 
-def test_all_and_one() -> None:
+def test_budgets_of_all_patches_and_of_one() -> None:
     tokens = image(0, 9)
     assert Random(9).plan(tokens).sources.tolist() == list(range(9))
     assert len(Random(1).plan(tokens)) == 1
@@ -114,7 +115,7 @@ def test_contract(budget: int, order: str) -> None:
     check_reducer(make("random", budget=budget, order=order, seed=-5))
 
 
-def test_takes_half_precision_and_gradients() -> None:
+def test_accepts_other_dtypes_and_gradients() -> None:
     tokens = sample_tokens()[0]
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         assert len(Random(3).plan(tokens.with_(patches=tokens.patches.to(dtype)))) == 3
@@ -130,13 +131,13 @@ def test_errors() -> None:
             Random(3, seed=seed)  # type: ignore[arg-type]
     with pytest.raises(BadParameter, match="order must be one of 'raster', 'native', got 'spiral'"):
         Random(3, order="spiral")  # type: ignore[arg-type]
-    with pytest.raises(UnmetBudget, match="random cannot give 13 tokens for this image: its patches make 12 at most"):
+    with pytest.raises(UnmetBudget, match="random cannot give 13 tokens: the image has only 12 patches"):
         Random(13).plan(image(0))
     with pytest.raises(BadParameter, match="random needs budget"):
         make("random")
 
 
-def test_says_what_it_is() -> None:
+def test_class_attributes() -> None:
     assert get("random") is Random
     assert Random(3, seed=2).spec == "random(budget=3, seed=2)"
     assert (Random.merges, Random.adaptive, Random.emits_cls, Random.needs) == (False, False, False, frozenset())

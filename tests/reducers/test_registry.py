@@ -1,4 +1,4 @@
-"""The registry: list_reducers, specs, and text that tries to be more than a spec."""
+"""The registry: names, specs, invalid and malicious specs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from torino import (
-    BadParameter,
-    BadTokens,
-    RawEmbedding,
-    Reducer,
-    Reduction,
-    UnknownName,
-    VisualTokens,
-    list_reducers,
-    make,
-    register,
-)
-from torino.core.errors import unknown_name
+from torino import RawEmbedding, Reducer, Reduction, VisualTokens, list_reducers, make, register
+from torino.core.errors import BadParameter, BadTokens, UnknownName, unknown_name
 from torino.reducers import TorinoMerge, TorinoPrune, base, describe, get
 
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Reducer]]:
-    """A copy of the registry that is thrown away."""
+    """A temporary copy of the registry."""
     copy = dict(base._registry)
     monkeypatch.setattr(base, "_registry", copy)
     return copy
@@ -47,17 +36,17 @@ def first_patch() -> type[Reducer]:
     return FirstPatch
 
 
-# ---------------------------------------------------------------------- list_reducers
+# ---------------------------------------------------------------------- names
 
 
-def test_the_two_methods_are_there() -> None:
+def test_list_reducers() -> None:
     assert {"torino-p", "torino-m"} <= set(list_reducers())
     assert list_reducers() == sorted(list_reducers())
 
 
-def test_a_plan_is_made_of_tokens() -> None:
+def test_plan_checks_the_type_of_its_argument() -> None:
     for wrong in (torch.zeros(4, 8), [torch.zeros(4, 8)], None):
-        with pytest.raises(BadTokens, match=r"got (Tensor|list|NoneType)\. Of a matrix of patches make them with"):
+        with pytest.raises(BadTokens, match=r"got (Tensor|list|NoneType)\. Wrap a matrix of patches as VisualTokens"):
             make("random", budget=2).plan(wrong)  # type: ignore[arg-type]
     assert get("torino-p") is TorinoPrune
     assert get("torino-m") is TorinoMerge
@@ -65,13 +54,13 @@ def test_a_plan_is_made_of_tokens() -> None:
 
 
 @pytest.mark.parametrize(("name", "near"), [("torino", "torino-p"), ("torino-y", "torino-m"), ("torinop", "torino-p")])
-def test_a_name_nearly_right_gets_the_near_ones(name: str, near: str) -> None:
+def test_similar_names_are_suggested(name: str, near: str) -> None:
     for call in (lambda: make(name), lambda: get(name), lambda: describe(name)):
-        with pytest.raises(UnknownName, match=f"No reducer is called '{name}'. Close:.*'{near}'"):
+        with pytest.raises(UnknownName, match=f"No reducer is called '{name}'. Did you mean .*'{near}'"):
             call()
 
 
-def test_a_name_far_off_gets_all_of_them() -> None:
+def test_all_names_are_listed_without_similar_ones() -> None:
     with pytest.raises(UnknownName, match=r"No reducer is called 'zzz'. Known: .*torino-m.*torino list"):
         make("zzz")
     assert "Known: none" in str(unknown_name("method", "a", []))
@@ -81,7 +70,7 @@ def test_a_name_far_off_gets_all_of_them() -> None:
 # ---------------------------------------------------------------------- parameters
 
 
-def test_an_unknown_parameter_is_refused_with_those_it_takes() -> None:
+def test_unknown_parameter_raises() -> None:
     for call in (
         lambda: make("torino-p", sae=RawEmbedding(), threshold=3),
         lambda: make("torino-p(threshold=3)", sae=RawEmbedding()),
@@ -94,12 +83,12 @@ def test_an_unknown_parameter_is_refused_with_those_it_takes() -> None:
         make("torino-p(scale='log')", sae=RawEmbedding())  # only merging has a scale
 
 
-def test_a_missing_sae_is_asked_for() -> None:
+def test_missing_sae_raises() -> None:
     with pytest.raises(BadParameter, match=r"torino-m needs sae: an SAE .*RawEmbedding\(\).*make\('torino-m', sae="):
         make("torino-m(k=2)")
 
 
-def test_arguments_add_to_the_spec_and_overrule_it() -> None:
+def test_keyword_arguments_override_the_spec() -> None:
     made = make("torino-m(k=3, delta=1)", sae=RawEmbedding(), delta=2, budget=9)
     assert (made.k, made.delta, made.budget) == (3, 2, 9)  # type: ignore[attr-defined]
 
@@ -114,13 +103,13 @@ def test_arguments_add_to_the_spec_and_overrule_it() -> None:
         "torino-m(k=0x3, delta=+2)",
     ],
 )
-def test_a_spec_is_read_whatever_its_spacing(text: str) -> None:
+def test_spec_may_contain_whitespace(text: str) -> None:
     made = make(text, sae=RawEmbedding())
     assert made.spec == "torino-m(k=3, delta=2)"
 
 
 @pytest.mark.parametrize("text", ["torino-m", "torino-m()", "torino-m(budget=None)"])
-def test_a_name_alone_takes_the_defaults(text: str) -> None:
+def test_name_without_parameters_uses_the_defaults(text: str) -> None:
     assert make(text, sae=RawEmbedding()).spec == "torino-m(k=2, delta=2)"
 
 
@@ -165,7 +154,7 @@ SPRUNG: list[str] = []
         "(k=2)",
     ],
 )
-def test_text_that_is_no_spec_is_refused_and_never_run(text: str) -> None:
+def test_invalid_spec_raises_and_is_never_executed(text: str) -> None:
     with pytest.raises(BadParameter, match="Cannot read the"):
         make(text, sae=RawEmbedding())
     assert not SPRUNG
@@ -174,21 +163,21 @@ def test_text_that_is_no_spec_is_refused_and_never_run(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["-" * 5000 + "1", "[" * 5000 + "]" * 5000, "(" * 5000 + "1" + ")" * 5000, "9" * 10000]
 )
-def test_text_made_to_exhaust_the_parser_is_refused(text: str) -> None:
+def test_spec_that_exhausts_the_parser_raises(text: str) -> None:
     with pytest.raises(BadParameter):
         make(f"torino-m(k={text})", sae=RawEmbedding())
 
 
 @pytest.mark.parametrize("value", ["'2'", "2.0", "[2]", "{}", "True", "None", "b'2'", "1j"])
-def test_values_of_another_type_are_refused(value: str) -> None:
+def test_values_of_wrong_type_raise(value: str) -> None:
     with pytest.raises(BadParameter, match="k must be a whole number of at least 1, got"):
         make(f"torino-m(k={value})", sae=RawEmbedding())
 
 
-# ---------------------------------------------------------------------- registering
+# ---------------------------------------------------------------------- registration
 
 
-def test_a_new_reducer_is_found_by_its_name(registry: dict[str, type[Reducer]]) -> None:
+def test_register_a_new_reducer(registry: dict[str, type[Reducer]]) -> None:
     cls = first_patch()
     assert register("first-patch")(cls) is cls
     assert "first-patch" in list_reducers()
@@ -216,38 +205,40 @@ def test_a_new_reducer_is_found_by_its_name(registry: dict[str, type[Reducer]]) 
         {"flag": True, "share": 3.0},
     ],
 )
-def test_any_plain_parameter_survives_its_spec(registry: dict[str, type[Reducer]], parameters: dict[str, Any]) -> None:
+def test_plain_parameters_round_trip_through_the_spec(
+    registry: dict[str, type[Reducer]], parameters: dict[str, Any]
+) -> None:
     register("first-patch")(first_patch())
     made = make("first-patch", **parameters)
     assert make(made.spec) == made
 
 
-def test_a_name_is_taken_once(registry: dict[str, type[Reducer]]) -> None:
+def test_name_can_be_registered_once(registry: dict[str, type[Reducer]]) -> None:
     class Other(Reducer):
         def plan(self, tokens: VisualTokens) -> Reduction:
             return Reduction.identity(tokens.grid)
 
-    with pytest.raises(BadParameter, match="'torino-p' is registered already: TorinoPrune"):
+    with pytest.raises(BadParameter, match="'torino-p' is already registered by TorinoPrune"):
         register("torino-p")(Other)
     assert get("torino-p") is TorinoPrune
     assert TorinoPrune.name == "torino-p"
     assert Other.name == ""  # the refused class is not half registered
 
 
-def test_the_same_class_may_register_again(registry: dict[str, type[Reducer]]) -> None:
-    """A module that is loaded anew, as notebooks do, is not refused."""
+def test_same_class_can_be_registered_again(registry: dict[str, type[Reducer]]) -> None:
+    """Notebooks may load a module more than once."""
     register("first-patch")(first_patch())
     again = first_patch()
     register("first-patch")(again)
     assert get("first-patch") is again
 
 
-def test_a_reducer_without_a_plan_cannot_be_made() -> None:
+def test_reducer_without_plan_is_abstract() -> None:
     with pytest.raises(TypeError, match="abstract"):
         Reducer()  # type: ignore[abstract]
 
 
-def test_described_in_one_line() -> None:
+def test_describe() -> None:
     about = describe("torino-m")
     assert about["name"] == "torino-m"
     assert "Merge each concept group" in about["summary"]

@@ -1,4 +1,4 @@
-"""SCOPE: cases by hand, and the published rule transcribed as it is written."""
+"""SCOPE: small examples and comparison with a reference implementation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torino import BadParameter, UnmetBudget, VisualTokens
-from torino.core.errors import MissingSignal
+from torino import VisualTokens
+from torino.core.errors import BadParameter, MissingSignal, UnmetBudget
 from torino.reducers import get, make
 from torino.reducers.scope import Scope
 from torino.testing import check_reducer
@@ -26,8 +26,10 @@ def native(tokens: VisualTokens, budget: int, alpha: float = 1.0) -> list[int]:
     return Scope(budget, alpha=alpha, order="native").plan(tokens).sources.tolist()
 
 
-def slow(patches: Tensor, attention: Tensor, budget: int, alpha: float) -> tuple[list[int], list[float], list[int]]:
-    """The rule with lists and loops: every gain is summed anew at every step, in exact fractions."""
+def reference(
+    patches: Tensor, attention: Tensor, budget: int, alpha: float
+) -> tuple[list[int], list[float], list[int]]:
+    """Select patches with plain loops; every gain is recomputed in every step with exact fractions."""
     rows, heads = patches.double().tolist(), attention.double().tolist()
     n = len(rows)
     norms = [sqrt(sum(value * value for value in row)) for row in rows]
@@ -61,10 +63,10 @@ def slow(patches: Tensor, attention: Tensor, budget: int, alpha: float) -> tuple
     return picked, scores, stands
 
 
-# ---------------------------------------------------------------------- by hand
+# ---------------------------------------------------------------------- small examples
 
 
-def test_identical_tokens_go_by_attention_and_then_by_index() -> None:
+def test_identical_tokens_are_selected_by_attention_then_index() -> None:
     attention = torch.tensor([0.1, 0.3, 0.2, 0.4])
     tokens = image(torch.ones(4, 3), attention)
     assert native(tokens, 4) == [3, 0, 1, 2]  # one covers all, so nothing is left to gain
@@ -73,7 +75,7 @@ def test_identical_tokens_go_by_attention_and_then_by_index() -> None:
     assert plan.assigned.tolist() == [1, 0, 0, 0]
 
 
-def test_four_orthogonal_clusters_by_size() -> None:
+def test_orthogonal_clusters_are_selected_by_size() -> None:
     label = [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
     tokens = image(torch.eye(4)[label], torch.full((10,), 0.1))
     assert native(tokens, 4) == [6, 3, 1, 0]
@@ -85,7 +87,7 @@ def test_four_orthogonal_clusters_by_size() -> None:
     assert few.assigned.tolist() == [-1, -1, -1, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_attention_weighs_against_size() -> None:
+def test_attention_and_cluster_size_are_multiplied() -> None:
     label = [0, 0, 0, 1]
     attention = torch.tensor([0.1, 0.1, 0.1, 0.4])
     tokens = image(torch.eye(2)[label], attention)
@@ -106,7 +108,7 @@ def test_heads_are_summed() -> None:
     assert native(image(torch.eye(3), heads), 3) == [1, 0, 2]
 
 
-def test_what_points_away_covers_nothing() -> None:
+def test_negative_cosines_do_not_cover() -> None:
     patches = torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, 0]])
     plan = Scope(1).plan(image(patches, torch.full((4,), 0.25)))
     assert plan.sources.tolist() == [0]
@@ -116,40 +118,40 @@ def test_what_points_away_covers_nothing() -> None:
     assert everything.assigned.tolist() == [0, 1, 2, 3]  # also the one of no length
 
 
-def test_all_one_and_a_single_patch() -> None:
-    source = torch.Generator().manual_seed(0)
-    tokens = image(torch.randn(9, 5, generator=source), torch.rand(2, 9, generator=source))
+def test_budgets_of_all_patches_and_of_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = image(torch.randn(9, 5, generator=generator), torch.rand(2, 9, generator=generator))
     assert Scope(9).plan(tokens).sources.tolist() == list(range(9))
     assert Scope(9).plan(tokens).assigned.tolist() == list(range(9))
     assert len(Scope(1).plan(tokens)) == 1
     assert Scope(1).plan(image(torch.ones(1, 2), torch.ones(1))).sources.tolist() == [0]
 
 
-# ---------------------------------------------------------------------- the published rule
+# ---------------------------------------------------------------------- reference
 
 
 def cases(kind: str, seed: int, n: int) -> tuple[Tensor, Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    patches, attention = torch.randn(n, 5, generator=source), torch.rand(2, n, generator=source)
+    generator = torch.Generator().manual_seed(seed)
+    patches, attention = torch.randn(n, 5, generator=generator), torch.rand(2, n, generator=generator)
     if kind == "tied":  # cosines are -1, 0 or 1, attention a multiple of 1/4
-        patches = torch.eye(5)[torch.randint(5, (n,), generator=source)]
-        patches *= 1 - 2 * torch.randint(2, (n, 1), generator=source)
-        attention = torch.randint(3, (2, n), generator=source) / 4
+        patches = torch.eye(5)[torch.randint(5, (n,), generator=generator)]
+        patches *= 1 - 2 * torch.randint(2, (n, 1), generator=generator)
+        attention = torch.randint(3, (2, n), generator=generator) / 4
     if kind == "duplicates":
-        patches = patches[torch.randint(min(4, n), (n,), generator=source)]
+        patches = patches[torch.randint(min(4, n), (n,), generator=generator)]
     if kind == "degenerate":
-        patches *= torch.rand(n, 1, generator=source) < 0.5
-        attention *= torch.rand(n, generator=source) < 0.5
+        patches *= torch.rand(n, 1, generator=generator) < 0.5
+        attention *= torch.rand(n, generator=generator) < 0.5
     return patches, attention
 
 
 @pytest.mark.parametrize("kind", ["random", "tied", "duplicates", "degenerate"])
 @pytest.mark.parametrize("alpha", [1.0, 0.0, 0.5, 2.0])
-def test_equals_the_transcription(kind: str, alpha: float) -> None:
+def test_equals_reference(kind: str, alpha: float) -> None:
     for seed, n in enumerate([1, 2, 7, 14, 20]):
         patches, attention = cases(kind, seed, n)
         for budget in sorted({1, n // 2 + 1, n}):
-            expected, scores, stands = slow(patches, attention, budget, alpha)
+            expected, scores, stands = reference(patches, attention, budget, alpha)
             plan = Scope(budget, alpha=alpha, order="native").plan(image(patches, attention))
             assert plan.score.tolist() == pytest.approx(scores, abs=1e-4)
             assert plan.sources.tolist() == expected
@@ -161,10 +163,10 @@ def test_equals_the_transcription(kind: str, alpha: float) -> None:
             assert raster.score[place].tolist() == plan.score.tolist()
 
 
-def test_sums_stay_exact() -> None:
-    """The gains kept up to date equal the gains summed anew, to the last bit, after many steps."""
-    source = torch.Generator().manual_seed(1)
-    patches, attention = torch.randn(150, 12, generator=source), torch.rand(1, 150, generator=source)
+def test_incremental_gains_are_exact() -> None:
+    """Incrementally updated gains equal recomputed gains after many steps."""
+    generator = torch.Generator().manual_seed(1)
+    patches, attention = torch.randn(150, 12, generator=generator), torch.rand(1, 150, generator=generator)
     unit = torch.nn.functional.normalize(patches)
     whole = ((unit @ unit.T).clamp(0, 1) * UNIT).round().long()
     plan = Scope(150, order="native").plan(image(patches, attention))
@@ -178,16 +180,16 @@ def test_sums_stay_exact() -> None:
         left[pick] = False
 
 
-def test_permuted_patches_are_picked_alike() -> None:
+def test_permutation_equivariance() -> None:
     for seed in range(5):
-        source = torch.Generator().manual_seed(seed)
-        patches, attention = torch.randn(50, 8, generator=source), torch.rand(3, 50, generator=source)
-        order = torch.randperm(50, generator=source)
+        generator = torch.Generator().manual_seed(seed)
+        patches, attention = torch.randn(50, 8, generator=generator), torch.rand(3, 50, generator=generator)
+        order = torch.randperm(50, generator=generator)
         permuted = native(image(patches[order], attention[:, order]), 20)
         assert [int(order[pick]) for pick in permuted] == native(image(patches, attention), 20)
 
 
-# ---------------------------------------------------------------------- the house
+# ---------------------------------------------------------------------- contract and errors
 
 
 @pytest.mark.parametrize("order", ["raster", "native"])
@@ -197,14 +199,14 @@ def test_contract(budget: int, order: str) -> None:
     check_reducer(make("scope", budget=budget, alpha=0.5))
 
 
-def test_leaves_attention_alone() -> None:
+def test_attention_is_not_modified() -> None:
     for dtype in (torch.float64, torch.float16, torch.float32):
         attention = torch.full((1, 6), 0.125, dtype=dtype)
         Scope(3).plan(image(torch.eye(6, dtype=dtype), attention))
         assert (attention == 0.125).all()
 
 
-def test_takes_gradients() -> None:
+def test_accepts_tensors_that_require_gradients() -> None:
     tokens = image(torch.eye(6).requires_grad_(), torch.rand(2, 6).requires_grad_())
     assert len(Scope(3).plan(tokens)) == 3
 
@@ -218,13 +220,13 @@ def test_errors() -> None:
             Scope(3, alpha=alpha)  # type: ignore[arg-type]
     with pytest.raises(BadParameter, match="order must be one of 'raster', 'native', got 'spiral'"):
         Scope(3, order="spiral")  # type: ignore[arg-type]
-    with pytest.raises(UnmetBudget, match="scope cannot give 5 tokens for this image: its patches make 4 at most"):
+    with pytest.raises(UnmetBudget, match="scope cannot give 5 tokens: the image has only 4 patches"):
         Scope(5).plan(image(torch.eye(4), torch.ones(4)))
-    with pytest.raises(MissingSignal, match="scope reads cls_attention, and these tokens do not carry it"):
+    with pytest.raises(MissingSignal, match="scope needs the signal cls_attention, which these tokens do not have"):
         Scope(2).plan(VisualTokens(torch.eye(4), (2, 2)))
 
 
-def test_says_what_it_is() -> None:
+def test_class_attributes() -> None:
     assert get("scope") is Scope
     assert Scope(3, alpha=2.0).spec == "scope(budget=3, alpha=2.0)"
     assert Scope.needs == {"cls_attention"}

@@ -1,18 +1,21 @@
-"""SCTS: greedy concept coverage over dense latents in plain loops, and cases worked by hand."""
+"""SCTS: small examples and comparison with a reference implementation on dense latents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torino import SAE, BadParameter, Concepts, Origin, RawEmbedding, SAEMismatch, UnmetBudget, VisualTokens, make
+from tests.support import oracle
+from torino import SAE, RawEmbedding, VisualTokens, make
+from torino.core.concepts import Concepts
+from torino.core.errors import BadParameter, SAEMismatch, UnmetBudget
+from torino.core.tokens import Origin
 from torino.reducers.scts import SCTS
 from torino.testing import check_reducer, sample_tokens
 
@@ -20,7 +23,7 @@ Dense = list[list[float]]
 
 
 class Planted:
-    """A concept encoder that returns the exact top-k of given dense latents; column 0 of a token names its row."""
+    """A concept encoder that returns the exact top-k of given dense latents; column 0 of a token is its row index."""
 
     def __init__(self, z: Sequence[Sequence[float]]) -> None:
         self.z = [list(row) for row in z]
@@ -45,11 +48,13 @@ def plan_of(z: Dense, budget: int, **others: Any):
     return SCTS(planted, budget, **others).plan(planted.tokens())
 
 
-# ---------------------------------------------------------------------- the rule, slowly
+# ---------------------------------------------------------------------- reference
 
 
-def slow_scts(z: Dense, budget: int, m: int, binary: bool) -> tuple[list[int], list[float], list[int], list[str], Any]:
-    """Picks in order with gain, concept and role, and the pick that covers the strongest concept of each patch."""
+def reference_scts(
+    z: Dense, budget: int, m: int, binary: bool
+) -> tuple[list[int], list[float], list[int], list[str], Any]:
+    """Return selected patches, gains, concepts and roles, and the patch that covers each patch's strongest concept."""
     peaks = [max(0.0, *row) for row in z]
     strongest = [sorted((j for j, v in enumerate(row) if v > 0), key=lambda j: (-row[j], j))[:m] for row in z]
     sparse = [{j: (1.0 if binary else row[j]) for j in top} for row, top in zip(z, strongest, strict=True)]
@@ -88,7 +93,7 @@ def slow_scts(z: Dense, budget: int, m: int, binary: bool) -> tuple[list[int], l
 
 
 def dense(vocabulary: int = 7, most: int = 12) -> st.SearchStrategy[Dense]:
-    """Activations with many zeros and ties, all exact in float32."""
+    """Draw activations with many zeros and ties, all exact in float32."""
     number = st.one_of(st.just(0), st.just(0), st.integers(0, 3), st.integers(0, 64)).map(lambda v: v / 8)
     row = st.one_of(st.lists(number, min_size=vocabulary, max_size=vocabulary), st.just([0.0] * vocabulary))
     return st.lists(row, min_size=1, max_size=most)
@@ -96,12 +101,12 @@ def dense(vocabulary: int = 7, most: int = 12) -> st.SearchStrategy[Dense]:
 
 @pytest.mark.parametrize("coverage", ["max", "binary"])
 @pytest.mark.parametrize("order", ["raster", "native"])
-def test_plans_are_the_slow_rule(coverage: Any, order: Any) -> None:
+def test_equals_reference(coverage: Any, order: Any) -> None:
     @given(dense(), st.integers(1, 12), st.integers(1, 7))
     def check(z: Dense, budget: int, m: int) -> None:
         budget = min(budget, len(z))
         plan = plan_of(z, budget, m=m, coverage=coverage, order=order)
-        picks, gains, concepts, roles, stands = slow_scts(z, budget, m, coverage == "binary")
+        picks, gains, concepts, roles, stands = reference_scts(z, budget, m, coverage == "binary")
         place = sorted(range(budget), key=lambda t: picks[t]) if order == "raster" else list(range(budget))
         assert plan.is_pruning
         assert plan.anchor.tolist() == plan.sources.tolist() == [picks[t] for t in place]
@@ -114,22 +119,22 @@ def test_plans_are_the_slow_rule(coverage: Any, order: Any) -> None:
     check()
 
 
-def test_with_a_real_encoder() -> None:
-    source = torch.Generator().manual_seed(0)
+def test_equals_reference_with_an_sae() -> None:
+    generator = torch.Generator().manual_seed(0)
     for kind, threshold in (("relu", None), ("matryoshka", 0.4)):
-        sae = SAE(torch.randn(96, 16, generator=source) / 4, kind=kind, threshold=threshold)
+        sae = SAE(torch.randn(96, 16, generator=generator) / 4, kind=kind, threshold=threshold)
         for image in sample_tokens(16)[:2]:
             z = sae.encode(image.patches).tolist()
             for budget in (3, 15):
                 plan = SCTS(sae, budget, m=20, order="native").plan(image)
-                picks, gains, concepts, roles, _ = slow_scts(z, budget, 20, binary=False)
+                picks, gains, concepts, roles, _ = reference_scts(z, budget, 20, binary=False)
                 assert plan.anchor.tolist() == picks
                 assert torch.allclose(plan.score, torch.tensor(gains), atol=1e-5)
                 assert plan.concept.tolist() == concepts
                 assert list(plan.role) == roles
 
 
-# ---------------------------------------------------------------------- by hand
+# ---------------------------------------------------------------------- small examples
 
 
 def test_worked_example() -> None:
@@ -169,10 +174,10 @@ def test_identical_patches_gain_once() -> None:
     assert plan.assigned.tolist() == [0, 1, 2, 0, 0, 0]
 
 
-def test_four_orthogonal_clusters_give_one_each_first() -> None:
-    source = torch.Generator().manual_seed(3)
+def test_one_patch_of_each_cluster_is_selected_first() -> None:
+    generator = torch.Generator().manual_seed(3)
     cluster = torch.arange(40) % 4
-    patches = torch.eye(4)[cluster] * (1 + torch.rand(40, 1, generator=source))
+    patches = torch.eye(4)[cluster] * (1 + torch.rand(40, 1, generator=generator))
     image = VisualTokens(patches, (5, 8))
     kept = SCTS(RawEmbedding(), 4, m=4, order="native").plan(image)
     assert sorted(cluster[kept.anchor].tolist()) == [0, 1, 2, 3]
@@ -198,7 +203,7 @@ def test_all_silent() -> None:
     assert plan.assigned.tolist() == [0, 1, 2, -1]
 
 
-def test_negative_coordinates_are_no_concepts() -> None:
+def test_negative_coordinates_are_inactive() -> None:
     patches = torch.tensor([[-1.0, -2.0], [-3.0, 1.0], [-1.0, -1.0]])
     plan = SCTS(RawEmbedding(), 2, m=2, order="native").plan(VisualTokens(patches, (1, 3)))
     assert plan.anchor.tolist() == [1, 0]
@@ -206,23 +211,23 @@ def test_negative_coordinates_are_no_concepts() -> None:
     assert plan.assigned.tolist() == [1, 0, -1]
 
 
-def test_budget_of_all_is_the_identity() -> None:
+def test_budget_of_all_patches_is_the_identity() -> None:
     for image in sample_tokens(16):
         plan = SCTS(RawEmbedding(), len(image), m=8).plan(image)
         assert torch.equal(plan.apply(image.patches), image.patches)
         assert plan.assigned.tolist() == list(range(len(image)))
 
 
-def test_m_limits_what_is_seen() -> None:
+def test_m_limits_the_number_of_latents() -> None:
     z = [[3.0, 2.0, 1.0], [3.0, 0.0, 0.0], [0.0, 2.5, 0.0]]
     assert plan_of(z, 1, m=3).anchor.tolist() == [0]
     assert plan_of(z, 2, m=1, order="native").score.tolist() == [3.0, 2.5]
 
 
-def test_does_not_depend_on_the_order_of_patches() -> None:
-    source = torch.Generator().manual_seed(4)
-    patches = torch.randn(60, 16, generator=source)
-    shuffle = torch.randperm(60, generator=source)
+def test_permutation_equivariance() -> None:
+    generator = torch.Generator().manual_seed(4)
+    patches = torch.randn(60, 16, generator=generator)
+    shuffle = torch.randperm(60, generator=generator)
     reducer = SCTS(RawEmbedding(), 25, m=6, order="native")
     one = reducer.plan(VisualTokens(patches, (6, 10)))
     two = reducer.plan(VisualTokens(patches[shuffle], (6, 10)))
@@ -230,16 +235,16 @@ def test_does_not_depend_on_the_order_of_patches() -> None:
     assert two.concept.tolist() == one.concept.tolist()
 
 
-def test_coverage_grows_less_and_less() -> None:
+def test_gains_decrease() -> None:
     image = sample_tokens(16)[0]
     score = SCTS(RawEmbedding(), 40, m=8, order="native").plan(image).score
     assert (score.diff() <= 1e-6).all()
 
 
-# ---------------------------------------------------------------------- the house
+# ---------------------------------------------------------------------- contract and errors
 
 
-def test_a_batch_asks_the_encoder_once() -> None:
+def test_batch_is_encoded_once() -> None:
     planted = Planted([[float(i % 3), float(i % 5)] for i in range(12)])
     reducer = SCTS(planted, 3, m=2)
     batch = reducer.plan_batch([planted.tokens(0, 5), planted.tokens(5, 12)])
@@ -265,7 +270,7 @@ def test_contract(encoder: str, setting: dict[str, Any]) -> None:
     check_reducer(make("scts", sae=sae, m=12, **setting))
 
 
-def test_sentences() -> None:
+def test_errors() -> None:
     raw: Any = RawEmbedding()
     for arguments, words in (
         ({"budget": 0}, "budget must be a whole number of at least 1, got 0"),
@@ -279,7 +284,7 @@ def test_sentences() -> None:
     with pytest.raises(BadParameter, match="scts needs sae"):
         make("scts", budget=3)
     image = VisualTokens(torch.ones(4, 2), (2, 2))
-    with pytest.raises(UnmetBudget, match="scts cannot give 5 tokens for an image of 4 patches"):
+    with pytest.raises(UnmetBudget, match="scts cannot give 5 tokens: the image has only 4 patches"):
         SCTS(raw, 5, m=1).plan(image)
     with pytest.raises(BadParameter, match="between 1 and the token width 2, got 20"):
         SCTS(raw, 2).plan(image)

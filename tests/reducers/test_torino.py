@@ -1,4 +1,4 @@
-"""TORINO-P and TORINO-M against Algorithms 1 and 2 of the paper as transcribed in oracle.py."""
+"""TORINO-P and TORINO-M, compared with a reference implementation of Algorithms 1 and 2 of the paper."""
 
 from __future__ import annotations
 
@@ -8,25 +8,17 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torino import (
-    SAE,
-    BadParameter,
-    BadTokens,
-    Concepts,
-    Origin,
-    RawEmbedding,
-    Reduction,
-    UnmetBudget,
-    VisualTokens,
-    make,
-)
+from tests.support import oracle
+from torino import SAE, RawEmbedding, Reduction, VisualTokens, make
+from torino.core.concepts import Concepts
+from torino.core.errors import BadParameter, BadTokens, UnmetBudget
+from torino.core.tokens import Origin
 
 RULES = ("group", "keep", "literal")
 MODES = {"P": "torino-p", "M": "torino-m"}
@@ -35,7 +27,7 @@ Dense = list[list[float]]
 
 
 class Planted:
-    """A concept encoder that returns the exact top-k of a given dense z; column 0 of a token names its row."""
+    """A concept encoder that returns the exact top-k of given dense latents; column 0 of a token is its row index."""
 
     def __init__(self, z: Sequence[Sequence[float]]) -> None:
         self.z = [list(row) for row in z]
@@ -55,7 +47,7 @@ class Planted:
 
 
 def dense(vocabulary: int = 7, most: int = 12, top: int = 3) -> st.SearchStrategy[Dense]:
-    """Activations with many zeros and many ties, all exact in float32."""
+    """Draw activations with many zeros and ties, all exact in float32."""
     number = st.one_of(st.just(0), st.just(0), st.integers(0, top)).map(float)
     row = st.one_of(
         st.lists(number, min_size=vocabulary, max_size=vocabulary),
@@ -75,7 +67,7 @@ def rows_of(plan: Reduction) -> list[oracle.Row]:
 
 
 def float32(rows: Sequence[oracle.Row]) -> list[oracle.Row]:
-    """The oracle's float64 weights as a float32 tensor would hold them."""
+    """Round the float64 weights of the reference to float32."""
     return [
         ({patch: torch.tensor(weight, dtype=torch.float64).float().item() for patch, weight in weights.items()}, *rest)
         for weights, *rest in rows
@@ -83,7 +75,7 @@ def float32(rows: Sequence[oracle.Row]) -> list[oracle.Row]:
 
 
 def check_labels(plan: Reduction, z: Dense, k: int, delta: int, mode: str, silent: str) -> None:
-    """Concept, score, assigned: everything beside the matrix, from the oracle's groups."""
+    """Check concept, score and assigned against the groups of the reference."""
     groups, a = oracle.grouped(z, k, delta, silent), oracle.peaks(z)
     indices, values, _ = oracle.top_k(z, k)
     group_of = {i: g for g, group in enumerate(groups) for i in group}
@@ -116,7 +108,7 @@ def same(one: Reduction, two: Reduction) -> bool:
 
 @pytest.mark.parametrize(("k", "delta"), SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_dynamic_plans_are_algorithm_1(mode: str, k: int, delta: int) -> None:
+def test_dynamic_plans_equal_algorithm_1(mode: str, k: int, delta: int) -> None:
     @settings(max_examples=20)
     @given(dense(), st.sampled_from(RULES))
     def check(z: Dense, silent: str) -> None:
@@ -138,7 +130,7 @@ def test_dynamic_plans_are_algorithm_1(mode: str, k: int, delta: int) -> None:
 
 @pytest.mark.parametrize(("k", "delta"), SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_fixed_budgets_are_algorithm_2(mode: str, k: int, delta: int) -> None:
+def test_fixed_budgets_equal_algorithm_2(mode: str, k: int, delta: int) -> None:
     @settings(max_examples=12)
     @given(dense(most=8), st.sampled_from(RULES))
     def check(z: Dense, silent: str) -> None:
@@ -156,7 +148,7 @@ def test_fixed_budgets_are_algorithm_2(mode: str, k: int, delta: int) -> None:
                 check_labels(plan, z, k, delta, mode, silent)
         for budget in (supply + 1, supply + 100):
             assert len(oracle.fixed(z, k, delta, mode, budget, silent)) == supply
-            with pytest.raises(UnmetBudget, match=rf"cannot give {budget} tokens.*{groups} groups.*make {supply} at"):
+            with pytest.raises(UnmetBudget, match=rf"cannot give {budget} tokens.*{groups} groups.*{supply} in total"):
                 make(MODES[mode], sae=sae, k=k, delta=delta, silent=silent, budget=budget).plan(sae.tokens())
 
     check()
@@ -177,7 +169,7 @@ def test_larger_images_with_a_budget(mode: str) -> None:
                 check_labels(plan, z, k, delta, mode, silent)
 
 
-def test_truncation_keeps_the_largest_groups_and_of_equals_the_first() -> None:
+def test_truncation_keeps_the_largest_groups() -> None:
     z = [[1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0], [0, 0, 1.0, 0], [0, 2.0, 0, 0], [0, 0, 0, 9.0]]
     sae = Planted(z)  # groups {0}, {1, 4}, {2, 3}, {5}
     plan = make("torino-p", sae=sae, k=1, delta=1, budget=2).plan(sae.tokens())
@@ -189,7 +181,7 @@ def test_truncation_keeps_the_largest_groups_and_of_equals_the_first() -> None:
     assert (plan.anchor.tolist(), plan.sources.tolist()) == ([4], [1, 4])
 
 
-def test_padding_ranks_the_pool_of_each_mode() -> None:
+def test_padding() -> None:
     z = [[3.0], [5.0], [4.0], [5.0]]
     sae = Planted(z)  # one group; its representative is patch 1
     prune = make("torino-p", sae=sae, k=1, delta=1, budget=3, order="native").plan(sae.tokens())
@@ -207,7 +199,7 @@ def test_padding_ranks_the_pool_of_each_mode() -> None:
     assert full.anchor.tolist() == [0, 1, 2, 3]
 
 
-def test_a_budget_that_is_met_exactly_pads_and_truncates_nothing() -> None:
+def test_budget_equal_to_the_number_of_groups() -> None:
     z = [[1.0, 0], [0, 1.0], [1.0, 0]]
     sae = Planted(z)
     for name in MODES.values():
@@ -216,11 +208,11 @@ def test_a_budget_that_is_met_exactly_pads_and_truncates_nothing() -> None:
         assert rows_of(fixed) == rows_of(dynamic)
 
 
-def test_one_image_too_small_for_the_budget_is_named() -> None:
+def test_error_names_the_image_that_is_too_small() -> None:
     z = [[1.0], [1.0], [1.0], [1.0]]
     sae = Planted(z)
     reducer = make("torino-p", sae=sae, k=1, delta=1, budget=3)
-    with pytest.raises(UnmetBudget, match="image 1: its 1 groups and 0 patches to pad with make 1 at most"):
+    with pytest.raises(UnmetBudget, match="image 1: it has 1 groups and 0 patches for padding, 1 in total"):
         reducer.plan_batch([sae.tokens(0, 3), sae.tokens(3, 4)])
 
 
@@ -228,7 +220,7 @@ def test_one_image_too_small_for_the_budget_is_named() -> None:
 
 
 @given(dense(), st.integers(1, 4), st.data())
-def test_pruning_and_merging_give_the_same_count_and_places(z: Dense, k: int, data: st.DataObject) -> None:
+def test_pruning_and_merging_give_the_same_anchors(z: Dense, k: int, data: st.DataObject) -> None:
     sae, delta = Planted(z), data.draw(st.integers(1, k))
     silent = data.draw(st.sampled_from(RULES))
     budget = data.draw(st.one_of(st.none(), st.integers(1, len(z))))
@@ -242,7 +234,7 @@ def test_pruning_and_merging_give_the_same_count_and_places(z: Dense, k: int, da
 
 
 @given(st.lists(dense(vocabulary=5, most=6), min_size=1, max_size=4), st.data())
-def test_a_batch_is_its_images_one_by_one(images: list[Dense], data: st.DataObject) -> None:
+def test_batch_equals_single_images(images: list[Dense], data: st.DataObject) -> None:
     sae = Planted([row for z in images for row in z])
     ends = [0]
     for z in images:
@@ -271,14 +263,14 @@ def test_a_batch_is_its_images_one_by_one(images: list[Dense], data: st.DataObje
 
 @pytest.mark.parametrize("kind", ["relu", "jumprelu"])
 @pytest.mark.parametrize("normalize", ["none", "layer_norm"])
-def test_a_batch_of_real_numbers_is_its_images_one_by_one(kind: Any, normalize: Any) -> None:
+def test_batch_of_random_images_equals_single_images(kind: Any, normalize: Any) -> None:
     g = torch.Generator().manual_seed(6)
     threshold = torch.rand(500, generator=g) if kind == "jumprelu" else None
     sae = SAE(torch.randn(500, 24, generator=g), kind=kind, threshold=threshold, normalize=normalize)
-    centres = torch.randn(12, 24, generator=g)
+    centers = torch.randn(12, 24, generator=g)
     images = []
     for rows, columns in ((8, 8), (1, 1), (5, 9), (2, 30), (12, 12)):
-        picked = centres[torch.randint(12, (rows * columns,), generator=g)]
+        picked = centers[torch.randint(12, (rows * columns,), generator=g)]
         images.append(VisualTokens(picked + 0.2 * torch.randn(picked.shape, generator=g), (rows, columns)))
     for name in MODES.values():
         for parameters in ({}, {"k": 3, "delta": 2, "order": "native"}, {"k": 1, "delta": 1, "budget": 1}):
@@ -291,18 +283,18 @@ def test_a_batch_of_real_numbers_is_its_images_one_by_one(kind: Any, normalize: 
                 assert torch.equal(got, plan.apply(value))
 
 
-def test_no_images_are_refused() -> None:
-    with pytest.raises(BadTokens, match="empty list of images"):
+def test_empty_batch_raises() -> None:
+    with pytest.raises(BadTokens, match="list of images is empty"):
         make("torino-p", sae=RawEmbedding()).plan_batch([])
 
 
-def test_images_of_two_widths_are_refused() -> None:
+def test_images_of_different_width_raise() -> None:
     images = [VisualTokens.of(torch.eye(4)), VisualTokens.of(torch.eye(4)[:, :3])]
-    with pytest.raises(BadTokens, match=r"one width, got widths \[3, 4\]"):
+    with pytest.raises(BadTokens, match=r"same width, got widths \[3, 4\]"):
         make("torino-p", sae=RawEmbedding()).plan_batch(images)
 
 
-def test_the_rank_is_passed_on() -> None:
+def test_rank_is_passed_to_the_encoder() -> None:
     sae = Planted([[1.0, 2.0]])
     make("torino-p", sae=sae, rank="pre-threshold").plan(sae.tokens())
     make("torino-m", sae=sae).plan(sae.tokens())
@@ -320,14 +312,14 @@ def hadamard(size: int) -> Tensor:
 
 
 def planted_sae(**options: Any) -> tuple[SAE, Tensor, Tensor]:
-    """An SAE of 24 latents that reads 8 planted ones exactly; the rest are never active."""
+    """Return an SAE of 24 latents of which 8 are recovered exactly and the others are never active."""
     basis, shift = hadamard(8), torch.arange(8.0)
     w = torch.cat([basis / 8, -basis / 8, torch.zeros(8, 8)])
     return SAE(w, b_dec=shift, **options), basis, shift
 
 
 @given(dense(vocabulary=8, most=10), st.integers(1, 5), st.data())
-def test_plans_through_a_real_sae(z: Dense, k: int, data: st.DataObject) -> None:
+def test_plans_with_an_sae(z: Dense, k: int, data: st.DataObject) -> None:
     sae, basis, shift = planted_sae()
     delta, silent = data.draw(st.integers(1, k)), data.draw(st.sampled_from(RULES))
     tokens = VisualTokens(torch.tensor(z) @ basis + shift, (len(z), 1))
@@ -358,7 +350,7 @@ def test_plans_through_a_real_sae(z: Dense, k: int, data: st.DataObject) -> None
         {"kind": "matryoshka", "threshold": 2.0, "groups": (4, 20)},
     ],
 )
-def test_plans_through_every_kind_of_sae(options: dict[str, Any]) -> None:
+def test_plans_with_every_kind_of_sae(options: dict[str, Any]) -> None:
     sae, basis, shift = planted_sae(**options)
     g = torch.Generator().manual_seed(4)
     z = (torch.randint(0, 6, (40, 8), generator=g) * (torch.rand(40, 8, generator=g) < 0.5)).float()
@@ -372,7 +364,7 @@ def test_plans_through_every_kind_of_sae(options: dict[str, Any]) -> None:
             assert rows_of(plan) == float32(oracle.dynamic(full, k, delta, "M"))
 
 
-def test_the_raw_embedding_plays_the_part_of_latents() -> None:
+def test_raw_embedding_uses_coordinates_as_latents() -> None:
     g = torch.Generator().manual_seed(2)
     x = torch.randint(-3, 4, (25, 6), generator=g).float()
     tokens = VisualTokens.of(x)
@@ -388,18 +380,18 @@ def test_the_raw_embedding_plays_the_part_of_latents() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_the_raw_embedding_has_no_more_concepts_than_its_width(k: int) -> None:
+def test_raw_embedding_with_invalid_k(k: int) -> None:
     with pytest.raises(BadParameter, match=f"token width 3, got {k}"):
         RawEmbedding().top(torch.eye(3), k)
 
 
-def test_k_beyond_the_dictionary_is_refused() -> None:
-    with pytest.raises(BadParameter, match="3 latents, got 4"):
+def test_k_above_the_number_of_latents_raises() -> None:
+    with pytest.raises(BadParameter, match="k must be between 1 and 3, the number of latents; got 4"):
         make("torino-p", sae=SAE(torch.eye(3)), k=4).plan(VisualTokens.of(torch.eye(3)[:1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_half_precision_tokens_are_planned_alike(dtype: torch.dtype) -> None:
+def test_plans_do_not_depend_on_the_dtype(dtype: torch.dtype) -> None:
     sae, basis, shift = planted_sae()
     z = torch.randint(0, 4, (16, 8), generator=torch.Generator().manual_seed(0)).float()
     x = z @ basis + shift
@@ -412,7 +404,7 @@ def test_half_precision_tokens_are_planned_alike(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("scale", ["log", "mean", "sqrt", "sum"])
-def test_scales_are_their_formulas(scale: str) -> None:
+def test_scales(scale: str) -> None:
     z = [[1.0, 0.0]] * 5 + [[0.0, 1.0]] * 2 + [[1.0, 1.0]]
     sae = Planted(z)
     plan = make("torino-m", sae=sae, k=2, delta=2, scale=scale, order="native").plan(sae.tokens())
@@ -423,7 +415,7 @@ def test_scales_are_their_formulas(scale: str) -> None:
     assert plan.weights[7] == 1  # whatever the scale, a patch alone stays as it is
 
 
-def test_pruned_tokens_are_patches_bit_for_bit() -> None:
+def test_pruned_tokens_equal_patches() -> None:
     x = torch.randn(36, 8, generator=torch.Generator().manual_seed(1))
     plan = make("torino-p", sae=RawEmbedding(), budget=20).plan(VisualTokens.of(x))
     assert plan.is_pruning
@@ -445,18 +437,18 @@ def test_output_order_does_not_change_the_set_of_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["k", "delta", "budget"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, "2", True, [2]])
-def test_numbers_out_of_range_are_refused(name: str, value: Any) -> None:
+def test_numbers_out_of_range_raise(name: str, value: Any) -> None:
     with pytest.raises(BadParameter, match=f"{name} must be a whole number of at least 1, got"):
         make("torino-p", sae=RawEmbedding(), **{name: value})
 
 
 @pytest.mark.parametrize("name", ["k", "delta"])
-def test_none_is_no_number_of_concepts(name: str) -> None:
+def test_none_raises(name: str) -> None:
     with pytest.raises(BadParameter, match=f"{name} must be a whole number of at least 1, got None"):
         make("torino-p", sae=RawEmbedding(), **{name: None})
 
 
-def test_delta_beyond_k_is_refused() -> None:
+def test_delta_above_k_raises() -> None:
     with pytest.raises(BadParameter, match="delta must be between 1 and k=2, got 3"):
         make("torino-m(k=2, delta=3)", sae=RawEmbedding())
 
@@ -464,19 +456,19 @@ def test_delta_beyond_k_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("order", "random"), ("silent", "drop"), ("rank", "norm"), ("scale", "max"), ("order", 3)]
 )
-def test_unknown_choices_are_refused(name: str, value: Any) -> None:
+def test_unknown_choices_raise(name: str, value: Any) -> None:
     with pytest.raises(BadParameter, match=f"{name} must be one of .*got {value!r}"):
         make("torino-m", sae=RawEmbedding(), **{name: value})
 
 
 @pytest.mark.parametrize("sae", [None, 3, "an/sae", torch.eye(3), RawEmbedding])
-def test_something_that_reads_no_concepts_is_refused(sae: Any) -> None:
+def test_invalid_sae_raises(sae: Any) -> None:
     with pytest.raises(BadParameter, match="sae must be an SAE or RawEmbedding"):
         make("torino-p", sae=sae)
 
 
 @given(st.data())
-def test_the_spec_rebuilds_the_reducer(data: st.DataObject) -> None:
+def test_spec_rebuilds_the_reducer(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(list(MODES.values())))
     k = data.draw(st.integers(1, 6))
     parameters: dict[str, Any] = {"k": k, "delta": data.draw(st.integers(1, k))}
@@ -499,7 +491,7 @@ def test_the_spec_rebuilds_the_reducer(data: st.DataObject) -> None:
     assert "RawEmbedding" not in reducer.spec
 
 
-def test_the_spec_is_what_a_plan_says_it_is_by() -> None:
+def test_plan_is_labeled_with_the_spec() -> None:
     reducer = make("torino-m", sae=RawEmbedding())
     assert reducer.spec == "torino-m(k=2, delta=2)"
     assert reducer.plan(VisualTokens.of(torch.eye(4))).by == reducer.spec
@@ -508,7 +500,7 @@ def test_the_spec_is_what_a_plan_says_it_is_by() -> None:
     assert make("torino-p", sae=RawEmbedding()).name == "torino-p"
 
 
-def test_planning_changes_no_input() -> None:
+def test_input_is_not_modified() -> None:
     x = torch.randn(16, 5, generator=torch.Generator().manual_seed(0))
     before = x.clone()
     for name in MODES.values():

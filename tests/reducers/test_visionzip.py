@@ -1,4 +1,4 @@
-"""VisionZip: its splits, cases by hand, and the released rule one token at a time."""
+"""VisionZip: splits, small examples, comparison with a reference implementation."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from slow_matching import contract_images, cosine, f32, sample
 
-from torino import BadParameter, BadTokens, MissingSignal, UnmetBudget, VisualTokens, make
+from tests.support.reference_matching import contract_images, cosine, f32, random_tokens
+from torino import VisualTokens, make
+from torino.core.errors import BadParameter, BadTokens, MissingSignal, UnmetBudget
 from torino.reducers.visionzip import VisionZip
 from torino.testing import check_reducer
 
 
-def slow(tokens: VisualTokens, dominant: int, contextual: int, plain_mean: bool = False) -> list[dict[int, float]]:
-    """Rows in the released order. Index 0 is the CLS token, as in the tower; N in the answer."""
+def reference(tokens: VisualTokens, dominant: int, contextual: int, plain_mean: bool = False) -> list[dict[int, float]]:
+    """Return rows in the released order. Inside, index 0 is the CLS token, as in the tower; in the result it is N."""
     n = len(tokens)
     keys = [[0.0], *tokens.signal("head_keys", "test").tolist()]
     heads = tokens.signal("cls_attention", "test").tolist()
@@ -62,20 +63,20 @@ def test_splits(budget: int, split: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "tied", "degenerate"])
-def test_equals_the_rule_one_token_at_a_time(kind: str) -> None:
+def test_equals_reference(kind: str) -> None:
     for seed, grid in enumerate([(4, 5), (3, 3), (1, 7), (6, 4), (2, 1)]):
-        tokens = sample(seed, grid, kind)
+        tokens = random_tokens(seed, grid, kind)
         n = len(tokens)
         for budget in sorted({3, 4, n // 2, n - 1, n, n + 1} & set(range(3, n + 2))):
             for contextual in sorted({1, 2, budget // 3, budget - 2} & set(range(1, budget - 1))):
                 for fidelity in ("released", "paper"):
-                    wanted = slow(tokens, budget - contextual, contextual, fidelity == "paper")
+                    expected = reference(tokens, budget - contextual, contextual, fidelity == "paper")
                     plan = make(
                         "visionzip", budget=budget, contextual=contextual, fidelity=fidelity, order="native"
                     ).plan(tokens)
                     got = rows_of(plan)
-                    assert [sorted(row) for row in got] == [sorted(row) for row in wanted]
-                    assert all(got[m] == pytest.approx(wanted[m]) for m in range(budget))
+                    assert [sorted(row) for row in got] == [sorted(row) for row in expected]
+                    assert all(got[m] == pytest.approx(expected[m]) for m in range(budget))
                     raster = make("visionzip", budget=budget, contextual=contextual, fidelity=fidelity).plan(tokens)
                     place = {id_: m for m, id_ in enumerate(plan.anchor.tolist())}
                     assert all(rows_of(raster)[m] == got[place[a]] for m, a in enumerate(raster.anchor.tolist()))
@@ -92,7 +93,7 @@ def hand(attention: list[float], keys: torch.Tensor) -> VisualTokens:
     )
 
 
-def test_by_hand() -> None:
+def test_small_example() -> None:
     # patch 4 is dominant; of 0 1 2 3 5, every second is a target: 0 and 2
     keys = torch.tensor([[1.0, 0], [1, 2], [0, 1], [5, 1], [0, 0], [2, 0]])
     tokens = hand([0.1, 0, 0, 0, 0.9, 0], keys)
@@ -111,7 +112,7 @@ def test_by_hand() -> None:
 
 
 def test_contextual_rows_sum_to_two() -> None:
-    tokens = sample(0, (24, 24), "random", width=8)
+    tokens = random_tokens(0, (24, 24), "random", width=8)
     plan = VisionZip(192).plan(tokens)
     sums = torch.zeros(192).index_add(0, plan.rows, plan.weights)
     context = torch.tensor([role == "context" for role in plan.role])
@@ -124,7 +125,7 @@ def test_contextual_rows_sum_to_two() -> None:
     torch.testing.assert_close(torch.zeros(192).index_add(0, paper.rows, paper.weights), torch.ones(192))
 
 
-def test_identical_tokens_go_to_the_first() -> None:
+def test_identical_tokens_are_merged_into_the_first() -> None:
     plan = VisionZip(5, contextual=2, order="native").plan(hand([0.1] * 8, torch.ones(8, 3)))
     assert plan.anchor.tolist() == [-1, 0, 1, 2, 5]  # ties to the lowest; of 2..7 every third is a target
     assert rows_of(plan)[3:] == [{2: 1, 3: 0.25, 4: 0.25, 6: 0.25, 7: 0.25}, {5: 1}]
@@ -138,16 +139,16 @@ def test_four_orthogonal_clusters() -> None:
     assert [sorted(row) for row in rows_of(plan)[5:]] == [list(range(c, c + 4)) for c in (4, 8, 12, 16)]
 
 
-def test_budget_of_everything_gives_everything() -> None:
-    tokens = sample(0, (3, 4), "random")
+def test_budget_of_all_tokens_is_the_identity() -> None:
+    tokens = random_tokens(0, (3, 4), "random")
     plan = VisionZip(13).plan(tokens)
     assert plan.is_pruning
     everything = torch.cat([tokens.patches, tokens.signal("cls", "test")[None]])
     assert torch.equal(plan.apply(tokens.patches, tokens.cls), everything)
 
 
-def test_place_matters() -> None:
-    tokens = sample(2, (4, 4), "random")
+def test_no_permutation_equivariance() -> None:
+    tokens = random_tokens(2, (4, 4), "random")
     turn = torch.arange(16).roll(3)
     turned = VisualTokens(
         tokens.patches[turn],
@@ -169,7 +170,7 @@ def test_contract(budget: int, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"budget": 2}, "budget must be a whole number of at least 3, got 2"),
         ({"budget": 1}, "budget must be a whole number of at least 3, got 1"),
@@ -179,8 +180,8 @@ def test_contract(budget: int, changes: dict[str, Any]) -> None:
         ({"order": "x"}, "order must be one of 'raster', 'native', got 'x'"),
     ],
 )
-def test_refusals(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(BadParameter, match=sentence):
+def test_invalid_parameters(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
         make("visionzip", **{"budget": 8, **changes})
 
 
@@ -192,11 +193,11 @@ def test_missing_signals_and_unmet_budgets() -> None:
         ("cls_attention", tokens.with_(cls_attention=None)),
         ("head_keys", tokens.with_(signals={})),
     ):
-        with pytest.raises(MissingSignal, match=f"visionzip reads {name},"):
+        with pytest.raises(MissingSignal, match=f"visionzip needs the signal {name},"):
             VisionZip(3).plan(without)
-    with pytest.raises(BadTokens, match="visionzip reads head_keys of shape"):
+    with pytest.raises(BadTokens, match="visionzip needs head_keys of shape"):
         VisionZip(3).plan(tokens.with_(signals={"head_keys": torch.zeros(5, 2)}))
-    with pytest.raises(UnmetBudget, match="its 4 patches and the CLS token make 5 at most"):
+    with pytest.raises(UnmetBudget, match="the image has only 5 tokens"):
         VisionZip(6).plan(tokens)
-    with pytest.raises(UnmetBudget, match="its 1 patches and the CLS token make 2 at most"):
+    with pytest.raises(UnmetBudget, match="the image has only 2 tokens"):
         VisionZip(3).plan(hand([1.0], torch.ones(1, 2)))

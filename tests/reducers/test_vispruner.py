@@ -1,4 +1,4 @@
-"""VisPruner: cases by hand, and the published rule transcribed as it is written."""
+"""VisPruner: small examples and comparison with a reference implementation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torino import BadParameter, UnmetBudget, VisualTokens
-from torino.core.errors import MissingSignal
+from torino import VisualTokens
+from torino.core.errors import BadParameter, MissingSignal, UnmetBudget
 from torino.reducers import get, make
 from torino.reducers.hired import FasterVLM
 from torino.reducers.vispruner import VisPruner
@@ -34,19 +34,21 @@ def cosine(one: list[float], two: list[float]) -> float:
     return round(sum(a * b for a, b in zip(one, two, strict=True)) / length, 12) if length else 0.0
 
 
-def slow(patches: Tensor, attention: Tensor, budget: int, ratio: float) -> tuple[list[int], list[int], dict[int, int]]:
-    """The rule with lists and loops: important ones, diverse ones, and which odd each dropped patch went for."""
+def reference(
+    patches: Tensor, attention: Tensor, budget: int, ratio: float
+) -> tuple[list[int], list[int], dict[int, int]]:
+    """Return important and diverse patches, and the odd patch that represents each dropped one, with plain loops."""
     rows, heads = patches.double().tolist(), attention.double().tolist()
     n = len(rows)
     mean = [sum(head[i] for head in heads) / len(heads) for i in range(n)]
     ranked = sorted(range(n), key=lambda i: (-mean[i], i))
     important, residual = ranked[: int(budget * ratio)], ranked[int(budget * ratio) :]
-    wanted = budget - len(important)
+    expected = budget - len(important)
     went: dict[int, int] = {}
-    if wanted == 0:
+    if expected == 0:
         return important, [], went
-    while len(residual) > wanted:
-        excess = min(8, len(residual) - wanted)
+    while len(residual) > expected:
+        excess = min(8, len(residual) - expected)
         evens = [residual[p] for p in range(len(residual)) if p % 2 == 0]
         odds = [residual[p] for p in range(len(residual)) if p % 2 == 1]
         best: list[float] = []
@@ -62,7 +64,7 @@ def slow(patches: Tensor, attention: Tensor, budget: int, ratio: float) -> tuple
     return important, residual, went
 
 
-# ---------------------------------------------------------------------- by hand
+# ---------------------------------------------------------------------- small examples
 
 
 def test_identical_tokens() -> None:
@@ -76,7 +78,7 @@ def test_identical_tokens() -> None:
     assert plan.assigned.tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 2, 3]
 
 
-def test_duplicates_are_dropped_and_others_stay() -> None:
+def test_only_duplicates_are_dropped() -> None:
     # others 0..5 by attention: evens 0 2 4, odds 1 3 5; 2 and 3 are alike, all else is orthogonal
     patches = torch.eye(6)
     patches[3] = patches[2]
@@ -101,7 +103,7 @@ def test_one_hot_attention() -> None:
         assert native(tokens, 3, 1.0) == [hot, *[i for i in range(6) if i != hot][:2]]
 
 
-def test_the_split_is_the_whole_part() -> None:
+def test_number_of_important_patches_is_rounded_down() -> None:
     tokens = image(torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), falling(30))
     for budget, ratio, important in [(1, 0.5, 0), (2, 0.5, 1), (7, 0.5, 3), (8, 0.75, 6), (9, 0.0, 0), (9, 1.0, 9)]:
         plan = VisPruner(budget, ratio).plan(tokens)
@@ -109,9 +111,9 @@ def test_the_split_is_the_whole_part() -> None:
         assert plan.sources[:important].tolist() == list(range(important))
 
 
-def test_all_one_and_a_single_patch() -> None:
-    source = torch.Generator().manual_seed(0)
-    tokens = image(torch.randn(9, 5, generator=source), torch.rand(2, 9, generator=source))
+def test_budgets_of_all_patches_and_of_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = image(torch.randn(9, 5, generator=generator), torch.rand(2, 9, generator=generator))
     for ratio in (0.0, 0.5, 1.0):
         plan = VisPruner(9, ratio).plan(tokens)
         assert plan.sources.tolist() == plan.assigned.tolist() == list(range(9))
@@ -119,9 +121,9 @@ def test_all_one_and_a_single_patch() -> None:
         assert VisPruner(1, ratio).plan(image(torch.ones(1, 2), torch.ones(1))).sources.tolist() == [0]
 
 
-def test_with_ratio_one_it_is_fastervlm() -> None:
-    source = torch.Generator().manual_seed(0)
-    tokens = image(torch.randn(40, 5, generator=source), torch.rand(2, 40, generator=source))
+def test_ratio_of_one_equals_fastervlm() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = image(torch.randn(40, 5, generator=generator), torch.rand(2, 40, generator=generator))
     for budget in (1, 7, 40):
         plan, other = VisPruner(budget, 1.0).plan(tokens), FasterVLM(budget).plan(tokens)
         assert torch.equal(plan.sources, other.sources)
@@ -129,31 +131,31 @@ def test_with_ratio_one_it_is_fastervlm() -> None:
         assert torch.equal(plan.assigned, other.assigned)
 
 
-# ---------------------------------------------------------------------- the published rule
+# ---------------------------------------------------------------------- reference
 
 
 def cases(kind: str, seed: int, n: int) -> tuple[Tensor, Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    patches, attention = torch.randn(n, 5, generator=source), torch.rand(2, n, generator=source)
+    generator = torch.Generator().manual_seed(seed)
+    patches, attention = torch.randn(n, 5, generator=generator), torch.rand(2, n, generator=generator)
     if kind == "tied":  # cosines are -1, 0 or 1, attention a multiple of 1/4
-        patches = torch.eye(5)[torch.randint(5, (n,), generator=source)]
-        patches *= 1 - 2 * torch.randint(2, (n, 1), generator=source)
-        attention = torch.randint(3, (2, n), generator=source) / 4
+        patches = torch.eye(5)[torch.randint(5, (n,), generator=generator)]
+        patches *= 1 - 2 * torch.randint(2, (n, 1), generator=generator)
+        attention = torch.randint(3, (2, n), generator=generator) / 4
     if kind == "duplicates":
-        patches = patches[torch.randint(min(4, n), (n,), generator=source)]
+        patches = patches[torch.randint(min(4, n), (n,), generator=generator)]
     if kind == "degenerate":
-        patches *= torch.rand(n, 1, generator=source) < 0.5
-        attention *= torch.rand(n, generator=source) < 0.5
+        patches *= torch.rand(n, 1, generator=generator) < 0.5
+        attention *= torch.rand(n, generator=generator) < 0.5
     return patches, attention
 
 
 @pytest.mark.parametrize("kind", ["random", "tied", "duplicates", "degenerate"])
 @pytest.mark.parametrize("ratio", [0.5, 0.75, 0.0, 1.0])
-def test_equals_the_transcription(kind: str, ratio: float) -> None:
+def test_equals_reference(kind: str, ratio: float) -> None:
     for seed, n in enumerate([1, 2, 5, 16, 31, 47]):
         patches, attention = cases(kind, seed, n)
         for budget in sorted({1, 2, n // 3 + 1, n // 2 + 1, n} & set(range(1, n + 1))):
-            important, diverse, went = slow(patches, attention, budget, ratio)
+            important, diverse, went = reference(patches, attention, budget, ratio)
             plan = VisPruner(budget, ratio, order="native").plan(image(patches, attention))
             assert plan.sources.tolist() == important + diverse
             assert plan.role == ("primary",) * len(important) + ("diverse",) * len(diverse)
@@ -167,19 +169,19 @@ def test_equals_the_transcription(kind: str, ratio: float) -> None:
             assert raster.sources.tolist() == sorted(important + diverse)
 
 
-def test_odd_numbers_of_others_work() -> None:
-    """The release fails for 130 of 576: it has 511 others."""
-    source = torch.Generator().manual_seed(2)
-    tokens = image(torch.randn(576, 8, generator=source), torch.rand(1, 576, generator=source))
+def test_odd_number_of_other_patches() -> None:
+    """The release fails for 130 of 576 patches, since there are 511 others."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = image(torch.randn(576, 8, generator=generator), torch.rand(1, 576, generator=generator))
     for budget in (47, 130, 191):
         plan = VisPruner(budget).plan(tokens)
         assert len(set(plan.sources.tolist())) == budget
 
 
-def test_equals_the_transcription_at_full_size() -> None:
-    """Near-ties are told apart: one swap would deal all later patches differently (Python floats, made fast)."""
-    source = torch.Generator().manual_seed(4)
-    patches, attention = torch.randn(576, 64, generator=source), torch.rand(4, 576, generator=source)
+def test_equals_reference_at_full_size() -> None:
+    """Near-ties must be resolved exactly: one swap would change the sets of all later rounds."""
+    generator = torch.Generator().manual_seed(4)
+    patches, attention = torch.randn(576, 64, generator=generator), torch.rand(4, 576, generator=generator)
     unit = patches.double() / patches.double().norm(dim=1, keepdim=True)
     similar = (unit @ unit.T).tolist()
     ranked = attention.double().sum(0).argsort(descending=True).tolist()
@@ -192,26 +194,26 @@ def test_equals_the_transcription_at_full_size() -> None:
     assert native(image(patches, attention), 192) == important + residual
 
 
-# ---------------------------------------------------------------------- places
+# ---------------------------------------------------------------------- permutations
 
 
-def test_permuted_patches_are_kept_alike_where_attention_has_no_ties() -> None:
+def test_permutation_equivariance_without_attention_ties() -> None:
     for seed in range(5):
-        source = torch.Generator().manual_seed(seed)
-        patches, attention = torch.randn(50, 8, generator=source), torch.rand(3, 50, generator=source)
-        order = torch.randperm(50, generator=source)
+        generator = torch.Generator().manual_seed(seed)
+        patches, attention = torch.randn(50, 8, generator=generator), torch.rand(3, 50, generator=generator)
+        order = torch.randperm(50, generator=generator)
         permuted = native(image(patches[order], attention[:, order]), 21)
         assert [int(order[pick]) for pick in permuted] == native(image(patches, attention), 21)
 
 
-def test_permuted_patches_are_not_kept_alike_where_attention_ties() -> None:
-    source = torch.Generator().manual_seed(0)
-    patches, order = torch.randn(50, 8, generator=source), torch.randperm(50, generator=source)
+def test_no_permutation_equivariance_with_attention_ties() -> None:
+    generator = torch.Generator().manual_seed(0)
+    patches, order = torch.randn(50, 8, generator=generator), torch.randperm(50, generator=generator)
     one, two = native(image(patches, torch.ones(50)), 21, 0.0), native(image(patches[order], torch.ones(50)), 21, 0.0)
     assert {int(order[pick]) for pick in two} != set(one)
 
 
-# ---------------------------------------------------------------------- the house
+# ---------------------------------------------------------------------- contract and errors
 
 
 @pytest.mark.parametrize("order", ["raster", "native"])
@@ -221,10 +223,10 @@ def test_contract(budget: int, ratio: float, order: str) -> None:
     check_reducer(make("vispruner", budget=budget, important_ratio=ratio, order=order))
 
 
-def test_takes_other_precisions_and_gradients() -> None:
-    source = torch.Generator().manual_seed(0)
-    patches = torch.randint(-9, 10, (30, 8), generator=source).float()
-    attention = torch.randperm(30, generator=source) / 64
+def test_accepts_other_dtypes_and_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    patches = torch.randint(-9, 10, (30, 8), generator=generator).float()
+    attention = torch.randperm(30, generator=generator) / 64
     expected = native(image(patches, attention), 9)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         assert native(image(patches.to(dtype), attention.to(dtype)), 9) == expected
@@ -242,13 +244,13 @@ def test_errors() -> None:
         VisPruner(3, 1.5)
     with pytest.raises(BadParameter, match="order must be one of 'raster', 'native', got 'spiral'"):
         VisPruner(3, order="spiral")  # type: ignore[arg-type]
-    with pytest.raises(UnmetBudget, match="vispruner cannot give 5 tokens for this image: its patches make 4 at most"):
+    with pytest.raises(UnmetBudget, match="vispruner cannot give 5 tokens: the image has only 4 patches"):
         VisPruner(5).plan(image(torch.eye(4), torch.ones(4)))
-    with pytest.raises(MissingSignal, match="vispruner reads cls_attention, and these tokens do not carry it"):
+    with pytest.raises(MissingSignal, match="vispruner needs the signal cls_attention, which these tokens do not have"):
         VisPruner(2).plan(VisualTokens(torch.eye(4), (2, 2)))
 
 
-def test_says_what_it_is() -> None:
+def test_class_attributes() -> None:
     assert get("vispruner") is VisPruner
     assert VisPruner(3, 0.75).spec == "vispruner(budget=3, important_ratio=0.75)"
     assert VisPruner.needs == {"cls_attention"}

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter, UnknownName, Unreachable
+from torino.sae import SAE, SAECard
 from torino.sae.formats import read_sae, write_sae
 from torino.sae.formats.locate import locate
-from torino.sae.model import SAE, SAECard
 
 D, C, K = 8, 24, 3
 GROUPS = (4, 8, 12)
@@ -555,7 +555,7 @@ def edit(path: Path, **changes: Any) -> None:
     ("changes", "words"),
     [
         ({"format": "torino-sae/2"}, "Update torino"),
-        ({"format": ...}, "this torino reads 'torino-sae/1'"),
+        ({"format": ...}, "this version of torino reads 'torino-sae/1'"),
         ({"weights_sha256": "0"}, "other weights"),
         ({"latents": 7}, "latents = 7"),
         ({"groups": "many"}, "groups = 'many'"),
@@ -685,7 +685,7 @@ def test_what_dictionary_learning_cannot_express(tmp_path: Path, sae: Callable[[
 
 def test_unknown_layouts_missing_decoders_and_files_in_the_way(tmp_path: Path) -> None:
     sae = make("topk")
-    with pytest.raises(UnknownName, match=r"No SAE layout is called 'sae_lens'\. Close: 'saelens'"):
+    with pytest.raises(UnknownName, match=r"No SAE layout is called 'sae_lens'\. Did you mean 'saelens'"):
         sae.export(tmp_path, "sae_lens")
     with pytest.raises(BadParameter, match="float32"):
         write_sae(sae, tmp_path, "saelens", dtype=torch.float16)
@@ -732,7 +732,7 @@ def test_a_malicious_pickle_does_not_run(tmp_path: Path, how: str) -> None:
         torch.save(state, tmp_path / "ae.pt")
     else:
         (tmp_path / "ae.pt").write_bytes(pickle.dumps(Bomb(mark), protocol=2))
-    with pytest.raises(BadFile, match="refused"):
+    with pytest.raises(BadFile, match="was not loaded"):
         SAE.load(tmp_path)
     assert not mark.exists()
     pickle.loads(pickle.dumps(Bomb(mark)))
@@ -742,10 +742,10 @@ def test_a_malicious_pickle_does_not_run(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"W_enc": ...}, "no layout that torino knows"),
+        ({"W_enc": ...}, "has an unknown layout"),
         ({"W_dec": ...}, "no 'W_dec'"),
         ({"b_enc": ...}, "no 'b_enc'"),
-        ({"W_dec": rand(D, C)}, r"'W_dec' .* has shape \(8, 24\), but 'W_enc' asks for \(24, 8\)"),
+        ({"W_dec": rand(D, C)}, r"'W_dec' .* has shape \(8, 24\), but 'W_enc' requires \(24, 8\)"),
         ({"W_enc": rand(C)}, "not that of a matrix"),
         ({"W_enc": rand(D, 0)}, "not that of a matrix"),
         ({"W_enc": rand(C, D)}, "'b_enc'"),
@@ -772,14 +772,14 @@ def test_wrong_tensors_are_named(tmp_path: Path, change: dict[str, Any], words: 
 
 def test_a_gated_dictionary_is_refused(tmp_path: Path) -> None:
     s = linear(decoder_bias=rand(D), r_mag=rand(C), gate_bias=rand(C), mag_bias=rand(C))
-    with pytest.raises(BadFile, match=r"gated SAE, which torino does not read\. Accepted: ReLU"):
+    with pytest.raises(BadFile, match=r"gated SAE, which is not supported\. Accepted: ReLU"):
         SAE.load(put(tmp_path, "ae.pt", s))
 
 
 def test_weights_that_do_not_tell_their_kind(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="kind is unknown"):
         SAE.load(put(tmp_path, "ae.pt", parameters()))
-    with pytest.raises(BadFile, match="no layout that torino knows: it holds weight"):
+    with pytest.raises(BadFile, match="has an unknown layout: it contains weight"):
         SAE.load(put(tmp_path, "ae.pt", {"weight": rand(2, 2)}))
 
 
@@ -858,7 +858,7 @@ def test_folders_and_files_without_an_sae(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="no SAE in"):
         SAE.load(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(BadFile, match=r"ending is '\.txt'"):
+    with pytest.raises(BadFile, match=r"suffix is '\.txt'"):
         SAE.load(tmp_path / "notes.txt")
     with pytest.raises(BadFile, match="no file or folder ''"):
         SAE.load("")
@@ -881,8 +881,8 @@ def http_error(kind: type[Exception]) -> Exception:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("LocalEntryNotFoundError", "could not be reached"),
-        ("OfflineModeIsEnabled", "could not be reached"),
+        ("LocalEntryNotFoundError", "cannot be reached"),
+        ("OfflineModeIsEnabled", "cannot be reached"),
         ("RepositoryNotFoundError", "no model repository 'owner/repo'"),
         ("GatedRepoError", "gated: accept its terms"),
         ("HfHubHTTPError", "HfHubHTTPError"),
@@ -965,7 +965,7 @@ def test_several_saes_on_the_hub_are_listed_before_any_is_fetched(
 ) -> None:
     fake = Hub(repository, tmp_path / "snapshot")
     monkeypatch.setattr(hub, "snapshot_download", fake)
-    with pytest.raises(BadFile, match=r"owner/repo holds 3 files .*: dl/trainer_0/ae\.pt, lens") as caught:
+    with pytest.raises(BadFile, match=r"owner/repo contains 3 files .*: dl/trainer_0/ae\.pt, lens") as caught:
         SAE.load("owner/repo")
     assert "owner/repo/dl/trainer_0/ae.pt" in str(caught.value)
     assert not fake.fetched

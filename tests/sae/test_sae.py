@@ -11,42 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sae_cases import KINDS, C, D, make_sae, sae_options, sae_tensors
+from topk_cases import random_integers
 from torch import Tensor
 
-from torino import SAE, BadFile, BadParameter, BadTokens, Origin, SAECard, SAEMismatch, VisualTokens, make
+from torino import SAE, VisualTokens, make
 from torino.core.concepts import CachedEncoder, ConceptEncoder
-
-KINDS = ("relu", "topk", "batchtopk", "matryoshka", "jumprelu")
-C, D = 24, 4
-
-
-def whole(low: int, high: int, *shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
-
-
-def parts(seed: int = 0) -> dict[str, Tensor]:
-    return {
-        "W_enc": whole(-2, 2, C, D, seed=seed),
-        "b_enc": whole(-2, 2, C, seed=seed + 1),
-        "W_dec": whole(-2, 2, C, D, seed=seed + 2),
-        "b_dec": whole(-1, 1, D, seed=seed + 3),
-    }
-
-
-def options(kind: str) -> dict[str, Any]:
-    return {
-        "relu": {},
-        "topk": {"k": 5},
-        "batchtopk": {"threshold": 2.0},
-        "matryoshka": {"threshold": 3.0, "groups": (4, 8, 12)},
-        "jumprelu": {"threshold": whole(-1, 4, C, seed=9)},
-    }[kind]
-
-
-def make_sae(kind: str, seed: int = 0, **changes: Any) -> SAE:
-    given_ = {**parts(seed), **options(kind), **changes}
-    tensors = [given_.pop(name) for name in ("W_enc", "b_enc", "W_dec", "b_dec")]
-    return SAE(*tensors, kind=kind, **given_)  # type: ignore[arg-type]
+from torino.core.errors import BadFile, BadParameter, BadTokens, SAEMismatch
+from torino.core.tokens import Origin
+from torino.sae import SAECard
 
 
 def plain_encode(x: Tensor, sae: dict[str, Tensor], kind: str, opts: dict[str, Any], center: bool = True) -> Any:
@@ -82,16 +55,16 @@ def plain_top(z: list[list[float]], k: int) -> tuple[list[list[int]], list[list[
 @pytest.mark.parametrize("center", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_encode_is_the_formula(kind: str, center: bool) -> None:
-    x = whole(-3, 3, 30, D, seed=20)
-    want = plain_encode(x, parts(), kind, options(kind), center)
+    x = random_integers(-3, 3, 30, D, seed=20)
+    want = plain_encode(x, sae_tensors(), kind, sae_options(kind), center)
     assert make_sae(kind, center=center).encode(x).tolist() == want
     assert any(value > 0 for row in want for value in row)
-    assert center == (want == plain_encode(x, parts(), kind, options(kind)))  # the two differ at all
+    assert center == (want == plain_encode(x, sae_tensors(), kind, sae_options(kind)))  # the two differ at all
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_encode_keeps_leading_dimensions(kind: str) -> None:
-    x = whole(-3, 3, 6, D)
+    x = random_integers(-3, 3, 6, D)
     sae = make_sae(kind)
     assert torch.equal(sae.encode(x.view(2, 3, D)), sae.encode(x).view(2, 3, C))
     assert torch.equal(sae.encode(x[0]), sae.encode(x)[0])
@@ -100,7 +73,7 @@ def test_encode_keeps_leading_dimensions(kind: str) -> None:
 @pytest.mark.parametrize("k", [1, 2, 4, 5, 6, 12, C])
 @pytest.mark.parametrize("kind", KINDS)
 def test_top_is_the_top_of_encode(kind: str, k: int) -> None:
-    x = whole(-3, 3, 40, D, seed=20)
+    x = random_integers(-3, 3, 40, D, seed=20)
     sae = make_sae(kind)
     indices, values, peak = plain_top(sae.encode(x).tolist(), k)
     concepts = sae.top(x, k)
@@ -115,9 +88,9 @@ def test_top_is_the_top_of_encode(kind: str, k: int) -> None:
 def test_top_is_the_top_of_the_formula_for_any_numbers(
     seed: int, kind: str, k: int, center: bool, chunk: int | None
 ) -> None:
-    x = whole(-3, 3, 5, D, seed=seed + 50)
+    x = random_integers(-3, 3, 5, D, seed=seed + 50)
     sae = make_sae(kind, seed=seed, center=center)
-    want = plain_top(plain_encode(x, parts(seed), kind, options(kind), center), k)
+    want = plain_top(plain_encode(x, sae_tensors(seed), kind, sae_options(kind), center), k)
     concepts = sae.top(x, k, chunk=chunk)
     assert (concepts.indices.tolist(), concepts.values.tolist(), concepts.peak.tolist()) == want
 
@@ -126,7 +99,7 @@ def test_top_is_the_top_of_the_formula_for_any_numbers(
 def test_top_of_random_floats_is_near_the_top_of_encode(kind: str) -> None:
     g = torch.Generator().manual_seed(0)
     w, x = torch.randn(200, 12, generator=g), torch.randn(50, 12, generator=g)
-    opts = {**options(kind), "groups": None}
+    opts = {**sae_options(kind), "groups": None}
     opts |= {"threshold": torch.rand(200, generator=g)} if kind == "jumprelu" else {}
     sae = SAE(w, torch.randn(200, generator=g), b_dec=torch.randn(12, generator=g), kind=kind, **opts)  # type: ignore[arg-type]
     concepts, z = sae.top(x, 6), sae.encode(x)
@@ -137,13 +110,13 @@ def test_top_of_random_floats_is_near_the_top_of_encode(kind: str) -> None:
 
 
 def test_peak_is_that_of_the_whole_dictionary_whatever_k() -> None:
-    x, sae = whole(-3, 3, 20, D), make_sae("relu")
+    x, sae = random_integers(-3, 3, 20, D), make_sae("relu")
     assert torch.equal(sae.top(x, 1).peak, sae.encode(x).amax(1))
     assert torch.equal(sae.top(x, 7).peak, sae.top(x, 1).peak)
 
 
 def test_fewer_concepts_are_the_first_of_more() -> None:
-    x = whole(-3, 3, 20, D)
+    x = random_integers(-3, 3, 20, D)
     for kind in KINDS:
         sae = make_sae(kind)
         many = sae.top(x, 9)
@@ -155,8 +128,8 @@ def test_fewer_concepts_are_the_first_of_more() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rank_pre_threshold_silences_only_what_is_not_positive(kind: str) -> None:
-    x = whole(-3, 3, 40, D, seed=20)
-    before = plain_top(plain_encode(x, parts(), "relu", {}), 8)
+    x = random_integers(-3, 3, 40, D, seed=20)
+    before = plain_top(plain_encode(x, sae_tensors(), "relu", {}), 8)
     concepts = make_sae(kind).top(x, 8, rank="pre-threshold")
     assert (concepts.indices.tolist(), concepts.values.tolist(), concepts.peak.tolist()) == before
     assert kind == "relu" or not torch.equal(concepts.indices, make_sae(kind).top(x, 8).indices)
@@ -195,7 +168,7 @@ def test_normalisations_are_their_formulas(normalize: Any) -> None:
             norm = math.sqrt(sum(t * t for t in token))
             rows.append([t * math.sqrt(D) / norm for t in token])
     v = torch.tensor(rows, dtype=torch.float64)
-    p = {name: value.double() for name, value in parts().items()}
+    p = {name: value.double() for name, value in sae_tensors().items()}
     want = torch.relu((v - p["b_dec"]) @ p["W_enc"].T + p["b_enc"])
     assert torch.allclose(sae.encode(x).double(), want, atol=1e-4)
     assert torch.allclose(sae.top(x, 3).values.double(), want.topk(3).values, atol=1e-4)
@@ -224,15 +197,15 @@ def test_zero_tokens_survive_every_normalisation() -> None:
 
 
 def test_decode_is_the_formula() -> None:
-    z = whole(0, 3, 5, C)
-    p = parts()
+    z = random_integers(0, 3, 5, C)
+    p = sae_tensors()
     assert torch.equal(make_sae("relu").decode(z), z @ p["W_dec"] + p["b_dec"])
     assert make_sae("relu").decode(z.view(1, 5, C)).shape == (1, 5, D)
 
 
 def test_without_a_decoder_concepts_work_and_decoding_says_why_not() -> None:
     sae = make_sae("relu", W_dec=None)
-    x = whole(-3, 3, 4, D)
+    x = random_integers(-3, 3, 4, D)
     assert torch.equal(sae.top(x, 2).indices, make_sae("relu").top(x, 2).indices)
     for call in (lambda: sae.decode(torch.zeros(1, C)), lambda: sae.reconstruct(x)):
         with pytest.raises(BadParameter, match="without its decoder"):
@@ -244,7 +217,7 @@ def test_without_a_decoder_concepts_work_and_decoding_says_why_not() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_tokens_of_any_float_type_give_float32_concepts(dtype: torch.dtype) -> None:
-    x, sae = whole(-3, 3, 10, D), make_sae("matryoshka")
+    x, sae = random_integers(-3, 3, 10, D), make_sae("matryoshka")
     concepts = sae.top(x.to(dtype), 4)
     assert torch.equal(concepts.indices, sae.top(x, 4).indices)
     assert torch.equal(concepts.values, sae.top(x, 4).values)
@@ -252,9 +225,11 @@ def test_tokens_of_any_float_type_give_float32_concepts(dtype: torch.dtype) -> N
 
 
 def test_weights_of_half_precision_become_float32() -> None:
-    sae = SAE(parts()["W_enc"].half(), parts()["b_enc"].bfloat16(), b_dec=parts()["b_dec"].double())
+    sae = SAE(sae_tensors()["W_enc"].half(), sae_tensors()["b_enc"].bfloat16(), b_dec=sae_tensors()["b_dec"].double())
     assert {buffer.dtype for buffer in sae.buffers()} == {torch.float32}
-    assert torch.equal(sae.top(whole(-3, 3, 4, D), 3).indices, make_sae("relu").top(whole(-3, 3, 4, D), 3).indices)
+    assert torch.equal(
+        sae.top(random_integers(-3, 3, 4, D), 3).indices, make_sae("relu").top(random_integers(-3, 3, 4, D), 3).indices
+    )
 
 
 def test_autocast_does_not_change_the_answer() -> None:
@@ -271,7 +246,7 @@ def test_autocast_does_not_change_the_answer() -> None:
 
 
 def test_no_gradient_is_kept_and_none_is_needed() -> None:
-    x = whole(-3, 3, 4, D).requires_grad_()
+    x = random_integers(-3, 3, 4, D).requires_grad_()
     sae = make_sae("relu")
     concepts = sae.top(x, 3)
     assert not concepts.values.requires_grad
@@ -281,7 +256,7 @@ def test_no_gradient_is_kept_and_none_is_needed() -> None:
 
 
 def test_an_sae_made_for_inference_only_works() -> None:
-    x = whole(-3, 3, 4, D)
+    x = random_integers(-3, 3, 4, D)
     with torch.inference_mode():
         sae = make_sae("jumprelu")
         inside = sae.top(x, 3)
@@ -325,16 +300,16 @@ def test_the_answer_of_one_image_does_not_depend_on_its_batch() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_first_levels_are_the_first_latents(kind: str, levels: int) -> None:
-    x = whole(-3, 3, 30, D)
+    x = random_integers(-3, 3, 30, D)
     sae = make_sae(kind, groups=(4, 8, 12))
     size = (4, 12, 24)[levels - 1]
     small = sae.first(levels)
-    opts = options(kind)
+    opts = sae_options(kind)
     if kind == "topk":
         opts["k"] = min(5, size)
     if kind == "jumprelu":
         opts["threshold"] = opts["threshold"][:size]
-    cut = {name: value if name == "b_dec" else value[:size] for name, value in parts().items()}
+    cut = {name: value if name == "b_dec" else value[:size] for name, value in sae_tensors().items()}
     assert small.encode(x).tolist() == plain_encode(x, cut, kind, opts)
     assert small.groups == (4, 8, 12)[:levels]
     assert (small.kind, small.latents, small.width) == (kind, size, D)
@@ -371,8 +346,8 @@ def test_levels_out_of_range_are_refused(levels: int) -> None:
 def test_a_threshold_never_estimated_warns_and_lets_all_pass(kind: Any, threshold: Any) -> None:
     with pytest.warns(UserWarning, match="never estimated"):
         sae = make_sae(kind, threshold=threshold)
-    x = whole(-3, 3, 20, D)
-    assert sae.encode(x).tolist() == plain_encode(x, parts(), "relu", {})
+    x = random_integers(-3, 3, 20, D)
+    assert sae.encode(x).tolist() == plain_encode(x, sae_tensors(), "relu", {})
     assert torch.equal(sae.top(x, 5).indices, make_sae("relu").top(x, 5).indices)
 
 
@@ -380,7 +355,7 @@ def test_a_threshold_of_zero_is_one() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sae = make_sae("batchtopk", threshold=0.0)
-    assert torch.equal(sae.encode(whole(-3, 3, 9, D)), make_sae("relu").encode(whole(-3, 3, 9, D)))
+    assert torch.equal(sae.encode(random_integers(-3, 3, 9, D)), make_sae("relu").encode(random_integers(-3, 3, 9, D)))
 
 
 # ---------------------------------------------------------------------- refusals
@@ -388,7 +363,7 @@ def test_a_threshold_of_zero_is_one() -> None:
 
 @pytest.mark.parametrize("k", [0, -1, C + 1])
 def test_k_out_of_range_is_refused(k: int) -> None:
-    with pytest.raises(BadParameter, match=f"k must be between 1 and the SAE's {C} latents, got {k}"):
+    with pytest.raises(BadParameter, match=f"k must be between 1 and {C}, the number of latents; got {k}"):
         make_sae("relu").top(torch.zeros(2, D), k)
 
 
@@ -424,7 +399,7 @@ def test_tokens_of_another_width_are_refused(width: int) -> None:
         lambda: make_sae("relu").top(torch.zeros(2, width), 1),
         lambda: make_sae("relu").check_origin(Origin(), width),
     ):
-        with pytest.raises(SAEMismatch, match=f"reads {D}-wide tokens.*these are {width}-wide"):
+        with pytest.raises(SAEMismatch, match=f"reads tokens of width {D} .*the tokens have width {width} "):
             call()
 
 
@@ -438,28 +413,28 @@ def test_tokens_of_width_one_are_not_encoded_by_accident() -> None:
     ("change", "error", "words"),
     [
         ({"W_enc": torch.zeros(3)}, BadTokens, "W_enc must have shape"),
-        ({"W_enc": torch.full((C, D), math.nan)}, BadTokens, "W_enc holds NaN"),
+        ({"W_enc": torch.full((C, D), math.nan)}, BadTokens, "W_enc contains NaN"),
         ({"b_enc": torch.zeros(C + 1)}, BadParameter, rf"b_enc must have shape \({C},\)"),
         ({"b_dec": torch.zeros(C)}, BadParameter, rf"b_dec must have shape \({D},\)"),
-        ({"b_enc": torch.full((C,), math.inf)}, BadFile, "b_enc holds NaN or infinite"),
+        ({"b_enc": torch.full((C,), math.inf)}, BadFile, "b_enc contains NaN or infinite"),
         ({"W_dec": torch.zeros(D, C)}, BadParameter, "W_dec must have the shape of W_enc"),
         ({"kind": "gated"}, BadParameter, "kind must be one of 'relu'.*got 'gated'"),
         ({"normalize": "l2"}, BadParameter, "normalize must be one of 'none'.*got 'l2'"),
-        ({"kind": "relu", "threshold": 2.0}, BadParameter, "A relu SAE has no threshold, and one was given.*jumprelu"),
-        ({"kind": "topk"}, BadParameter, f"needs k between 1 and its {C} latents, got None"),
+        ({"kind": "relu", "threshold": 2.0}, BadParameter, "A relu SAE has no threshold, but one was given.*jumprelu"),
+        ({"kind": "topk"}, BadParameter, f"needs k between 1 and {C}, the number of latents; got None"),
         ({"kind": "topk", "k": 0}, BadParameter, "got 0"),
         ({"kind": "topk", "k": C + 1}, BadParameter, f"got {C + 1}"),
-        ({"groups": (4, 4)}, BadParameter, rf"add up to the {C} latents, got \(4, 4\)"),
+        ({"groups": (4, 4)}, BadParameter, rf"add up to {C}, the number of latents; got \(4, 4\)"),
         ({"groups": (C + 2, -2)}, BadParameter, "groups must be positive"),
         ({"groups": ()}, BadParameter, "groups"),
-        ({"kind": "jumprelu", "threshold": torch.zeros(3)}, BadParameter, f"threshold must be one number or {C}"),
+        ({"kind": "jumprelu", "threshold": torch.zeros(3)}, BadParameter, rf"one number or one per latent \({C}\)"),
         ({"kind": "batchtopk", "threshold": math.nan}, (BadParameter, BadFile), "threshold"),
         ({"kind": "jumprelu", "threshold": torch.full((C,), math.nan)}, (BadParameter, BadFile), "threshold"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(change: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
-        make_sae("relu", **change) if "kind" not in change else SAE(parts()["W_enc"], **change)
+        make_sae("relu", **change) if "kind" not in change else SAE(sae_tensors()["W_enc"], **change)
 
 
 @pytest.mark.parametrize("chunk", [-1, -4096])
@@ -502,8 +477,8 @@ def test_the_same_or_an_unknown_origin_fits() -> None:
 
 def test_a_reducer_refuses_tokens_of_another_origin() -> None:
     reducer = make("torino-m", sae=make_sae("relu", card=CARD))
-    good = VisualTokens.of(whole(-3, 3, 4, D))
-    bad = VisualTokens.of(whole(-3, 3, 4, D), origin=Origin("other/encoder", 22))
+    good = VisualTokens.of(random_integers(-3, 3, 4, D))
+    bad = VisualTokens.of(random_integers(-3, 3, 4, D), origin=Origin("other/encoder", 22))
     with pytest.raises(SAEMismatch, match="other/encoder"):
         reducer.plan_batch([good, bad])
 
@@ -517,7 +492,7 @@ def test_print_tells_kind_and_sizes() -> None:
 
 
 def test_facts_and_cards_hold_what_was_given() -> None:
-    sae = make_sae("topk", card=SAECard(name="mine")).described(block=7, license="MIT")
+    sae = make_sae("topk", card=SAECard(name="mine")).update_card(block=7, license="MIT")
     facts = sae.facts()
     assert (facts["kind"], facts["width"], facts["latents"], facts["k"]) == ("topk", D, C, 5)
     assert (facts["name"], facts["block"], facts["license"]) == ("mine", 7, "MIT")
@@ -559,7 +534,7 @@ def test_autocast_rounds_neither_latents_nor_tokens() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_an_encoder_that_remembers_says_the_same(kind: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sae = make_sae(kind)
-    x = whole(-3, 3, 40, D, seed=5)  # whole numbers, full of ties
+    x = random_integers(-3, 3, 40, D, seed=5)  # whole numbers, full of ties
     x = x if exact else x + torch.rand(40, D, generator=torch.Generator().manual_seed(1))
     wanted = {(k, rank): sae.top(x, k, rank=rank) for k in (1, 3, 8) for rank in ("activation", "pre-threshold")}
     calls: list[int] = []
@@ -578,7 +553,7 @@ def test_an_encoder_that_remembers_says_the_same(kind: str, exact: bool, monkeyp
     x.add_(1)
     encoder.top(x, 1)
     assert calls[4:] == [1, 1]
-    assert encoder.saved > 0
+    assert encoder.saved_seconds > 0
     with pytest.raises(BadParameter, match="k must be between 1"):
         encoder.top(x, 0)
     assert torch.equal(copy.deepcopy(encoder).top(x, 1).indices, encoder.top(x, 1).indices)

@@ -1,6 +1,6 @@
-"""Tiny models of the LLaVA-1.5 family, their prompts and their reducers: built from configs, seeded, offline.
+"""Tiny LLaVA-1.5 models with random weights, and prompts, reducers, processors and a CLIP for them.
 
-In the prompts of these tests a letter is a token of text and ``#`` is an image, of as many placeholders as it takes.
+In the prompts, a letter is one token of text and ``#`` is one image with all its placeholders.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from transformers import (
 )
 from transformers.feature_extraction_utils import BatchFeature
 
-from torino import SAE, Reduction, SAECard, VisualTokens
+from torino import SAE, Reduction, VisualTokens
 from torino.reducers import Reducer
+from torino.sae import SAECard
 
 PAD, BOS, EOS, IMAGE = 0, 1, 2, 99
 WIDTH, SIDE, PATCH, PATCHES, BLOCKS = 64, 56, 14, 16, 4
@@ -48,7 +49,7 @@ _TOWERS: dict[str, Any] = {
 
 
 def llava(tower: str = "clip", *, attention: str = "sdpa", seed: int = 0, **changes: Any) -> Any:
-    """A LLaVA with a tower of 4 blocks on 4 x 4 patches and a Llama of 2 layers, both 64 wide; a fresh one each."""
+    """Return a new LLaVA with a tower of 4 blocks on 4 x 4 patches and a Llama of 2 layers, both 64 wide."""
     return copy.deepcopy(_llava(tower, attention, seed, tuple(sorted(changes.items()))))
 
 
@@ -64,13 +65,13 @@ def _llava(tower: str, attention: str, seed: int, changes: tuple[tuple[str, Any]
         num_key_value_heads=2,
         vocab_size=100,
         max_position_embeddings=512,
-        initializer_range=0.15,  # wide enough that answers hang on every token of the prompt
+        initializer_range=0.15,  # wide enough that answers depend on every token of the prompt
         pad_token_id=PAD,
         bos_token_id=BOS,
         eos_token_id=EOS,
     )
     strategy = "full" if tower == "siglip" else "default"
-    options = {"vision_feature_select_strategy": strategy, **{name: _listed(value) for name, value in changes}}
+    options = {"vision_feature_select_strategy": strategy, **{name: _as_list(value) for name, value in changes}}
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, **options)
     config._attn_implementation = attention
     torch.manual_seed(seed)
@@ -79,49 +80,49 @@ def _llava(tower: str, attention: str, seed: int, changes: tuple[tuple[str, Any]
         for parameter in [*model.model.vision_tower.parameters(), *model.model.multi_modal_projector.parameters()]:
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.15)
-    # an end that came by chance would cut tests of lengths short; those that want one ask for it
+    # A random end token would shorten answers; tests that need one set it themselves.
     model.generation_config.eos_token_id = None
     return model
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def pictures(count: int, *, seed: int = 0) -> Tensor:
-    """Pictures of a few flat areas each, so that patches resemble each other."""
+def pixels(count: int, *, seed: int = 0) -> Tensor:
+    """Return pixels of images with a few flat areas each, so that patches resemble each other."""
     source = torch.Generator().manual_seed(seed)
     areas = torch.randn(count, 3, 2, 2, generator=source).repeat_interleave(28, 2).repeat_interleave(28, 3)
     return areas + 0.15 * torch.randn(count, 3, SIDE, SIDE, generator=source)
 
 
-def tokens_of(row: str, per_image: int = PATCHES) -> list[int]:
-    """Token numbers of one row."""
-    return [token for one in row for token in ([IMAGE] * per_image if one == "#" else [ord(one) - ord("a") + 4])]
+def encode_row(row: str, per_image: int = PATCHES) -> list[int]:
+    """Return the token ids of one row."""
+    return [token for char in row for token in ([IMAGE] * per_image if char == "#" else [ord(char) - ord("a") + 4])]
 
 
 def prompt(*rows: str, side: str = "left", per_image: int = PATCHES, seed: int = 0) -> dict[str, Any]:
-    """Inputs for some rows, as a processor would give them, with a picture for each ``#``."""
+    """Return model inputs for some rows, with pixels for each ``#``."""
     images = sum(row.count("#") for row in rows)
-    given = padded([tokens_of(row, per_image) for row in rows], side)
-    return given | ({"pixel_values": pictures(images, seed=seed)} if images else {})
+    inputs = padded([encode_row(row, per_image) for row in rows], side)
+    return inputs | ({"pixel_values": pixels(images, seed=seed)} if images else {})
 
 
 def padded(rows: Sequence[Sequence[int]], side: str = "left") -> dict[str, Tensor]:
-    """Rows of tokens as ``input_ids`` and ``attention_mask``."""
+    """Return rows of token ids as ``input_ids`` and ``attention_mask``."""
     length = max(map(len, rows))
     gaps = [[PAD] * (length - len(row)) for row in rows]
     ids = [[*gap, *row] if side == "left" else [*row, *gap] for row, gap in zip(rows, gaps, strict=True)]
-    real = [[token != PAD for token in row] for row in ids]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(real).long()}
+    mask = [[token != PAD for token in row] for row in ids]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask).long()}
 
 
 def one_by_one(rows: Sequence[str], inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same rows, each in a prompt of its own without padding, with its own pictures."""
+    """Return the inputs of each row alone, without padding, with its own images."""
     singles: list[dict[str, Any]] = []
     first = 0
     for row in rows:
-        single: dict[str, Any] = padded([tokens_of(row)])
+        single: dict[str, Any] = padded([encode_row(row)])
         if images := row.count("#"):
             single["pixel_values"] = inputs["pixel_values"][first : first + images]
         singles.append(single)
@@ -130,7 +131,7 @@ def one_by_one(rows: Sequence[str], inputs: dict[str, Any]) -> list[dict[str, An
 
 
 def sae(width: int = WIDTH, *, latents: int = 24, seed: int = 0, **card: Any) -> SAE:
-    """A small random SAE, with no threshold."""
+    """Return a small random SAE without a threshold."""
     source = torch.Generator().manual_seed(seed)
     return SAE(torch.randn(latents, width, generator=source), card=SAECard(**card))
 
@@ -140,7 +141,7 @@ def sae(width: int = WIDTH, *, latents: int = 24, seed: int = 0, **card: Any) ->
 
 @dataclass(frozen=True)
 class Identity(Reducer):
-    """Keeps everything as it is."""
+    """Keep every patch."""
 
     name = "identity"
 
@@ -150,37 +151,37 @@ class Identity(Reducer):
 
 @dataclass(frozen=True)
 class Ragged(Reducer):
-    """Keeps as many patches as the picture says, from 1 to most of them, spread over the grid."""
+    """Keep a number of patches that depends on the image, from 1 to most of them, spread over the grid."""
 
     seed: int = 0
     name = "ragged"
 
     def plan(self, tokens: VisualTokens) -> Reduction:
         n = len(tokens)
-        # the mean of many coordinates, so that no rounding can change a count
+        # the mean of many values, so that rounding cannot change the count
         kept = 1 + (int(tokens.patches.double().mean().abs() * 1e4) * 7 + self.seed * 5) % (n - 2)
         return Reduction.pick(torch.linspace(0, n - 1, kept).long().unique(), tokens.grid, self.spec)
 
 
 @dataclass(frozen=True)
-class Needy(Reducer):
-    """Keeps everything, and remembers what it was shown."""
+class Recorder(Reducer):
+    """Keep every patch and record the tokens."""
 
-    shown: list[VisualTokens]
-    name = "needy"
+    recorded: list[VisualTokens]
+    name = "recorder"
 
     @classmethod
-    def of(cls, *needs: str) -> Needy:
-        return type("Needy", (cls,), {"needs": frozenset(needs)})([])
+    def needing(cls, *needs: str) -> Recorder:
+        return type("Recorder", (cls,), {"needs": frozenset(needs)})([])
 
     def plan(self, tokens: VisualTokens) -> Reduction:
-        self.shown.append(tokens)
+        self.recorded.append(tokens)
         return Reduction.identity(tokens.grid, self.spec)
 
 
 @dataclass(frozen=True)
 class Fixed(Reducer):
-    """Gives the same plan for every picture."""
+    """Return the same plan for every image."""
 
     given: Reduction
     name = "fixed"
@@ -189,33 +190,33 @@ class Fixed(Reducer):
         return self.given
 
 
-# ---------------------------------------------------------------------- a processor
+# ---------------------------------------------------------------------- processors
 
 
 class TinyProcessor:
-    """Does what LLaVA's processor does: tokens, placeholders, padding, pixels."""
+    """A minimal LLaVA processor: token ids, placeholders, padding, pixels."""
 
     def __init__(self, side: str = "left") -> None:
         self.side = side
 
     def __call__(self, images: Any = None, text: str | Sequence[str] = "", return_tensors: str | None = None) -> Any:
         rows = [text] if isinstance(text, str) else list(text)
-        given: dict[str, Any] = padded([tokens_of(row) for row in rows], self.side)
+        inputs: dict[str, Any] = padded([encode_row(row) for row in rows], self.side)
         if images is not None:
-            given["pixel_values"] = torch.stack(list(images))
+            inputs["pixel_values"] = torch.stack(list(images))
         return BatchFeature(
-            given if return_tensors == "pt" else {name: value.tolist() for name, value in given.items()}
+            inputs if return_tensors == "pt" else {name: value.tolist() for name, value in inputs.items()}
         )
 
-    def apply_chat_template(self, said: Sequence[str], return_dict: bool = False, **others: Any) -> Any:
-        return self(text="".join(said), **others) if return_dict else "".join(said)
+    def apply_chat_template(self, turns: Sequence[str], return_dict: bool = False, **others: Any) -> Any:
+        return self(text="".join(turns), **others) if return_dict else "".join(turns)
 
     def batch_decode(self, rows: Tensor) -> list[str]:
         return ["".join(chr(max(token, 4) - 4 + ord("a")) for token in row) for row in rows.tolist()]
 
 
 def processor(square: bool = False) -> Any:
-    """LLaVA's own processor, with a vocabulary of words w0, w1, … and the letters of the prompts here."""
+    """Return the processor of transformers, with a vocabulary of words w0, w1, … and the letters of the prompts."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import CLIPImageProcessor, LlavaImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
@@ -244,7 +245,7 @@ def processor(square: bool = False) -> Any:
 
 
 def photos(count: int, *, seed: int = 0) -> list[Any]:
-    """Pictures as people have them, wider than high."""
+    """Return PIL images that are wider than high."""
     from PIL import Image
 
     source = torch.Generator().manual_seed(seed)
@@ -252,14 +253,14 @@ def photos(count: int, *, seed: int = 0) -> list[Any]:
     return [Image.fromarray(area.numpy()).resize((90, 60), Image.Resampling.NEAREST) for area in areas]
 
 
-# ---------------------------------------------------------------------- the other half of CLIP
+# ---------------------------------------------------------------------- CLIP
 
 WORDS = ["pad", "what", "is", "this", "that", "on", "the", "table", "how", "many", "cups", "red", "blue", "?", "USER:"]
 WORDS += [*"abcdefghijklmnopqrstuvwxyz", *[f"word{number}" for number in range(55)], "<start>", "<end>"]
 
 
 def clip(tower: Any, *, seed: int = 0, **text: Any) -> tuple[Any, Any]:
-    """A CLIP of 16 joint dimensions with this vision tower, and its tokenizer, of which the end is the highest."""
+    """Return a CLIP with this vision tower and 16 joint dimensions, and a tokenizer whose end token is the last id."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 

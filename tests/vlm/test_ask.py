@@ -18,12 +18,14 @@ import pytest
 import torch
 from PIL import Image
 
-from torino import SAE, BadFile, BadParameter, SAECard, SAEMismatch, TorinoError, UnknownName, Unreachable, make
+from torino import SAE, TorinoError, make
 from torino.cli.ask import ask as command
-from torino.datasets.images import mean_colour, pad_square
-from torino.reducers import Reducer
+from torino.core.errors import BadFile, BadParameter, SAEMismatch, UnknownName, Unreachable
+from torino.datasets.images import mean_color, pad_square
+from torino.reducers import KeepShare, Reducer
+from torino.sae import SAECard
 from torino.vlm import Trace
-from torino.vlm.session import Answer, KeepShare, ask, load_vlm
+from torino.vlm.session import Answer, ask, load_vlm
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "USER:", "ASSISTANT:", "what", "is", "this", "?", "how", "many"]
 WORDS += [f"word{number}" for number in range(50)]
@@ -134,7 +136,7 @@ def by_hand(opened: tuple[Any, Any], image: Any, prompt: str, **options: Any) ->
     return processor.batch_decode(out[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)[0]
 
 
-# ---------------------------------------------------------------------- asking
+# ---------------------------------------------------------------------- text_query
 
 
 def test_the_answer_is_that_of_generate_by_hand(opened: tuple[Any, Any]) -> None:
@@ -168,7 +170,7 @@ def test_a_reduced_answer_is_that_of_generate_by_hand(opened: tuple[Any, Any], r
         assert (answer.before, answer.after) == (PATCHES, len(answer.reduction)) == (trace.before, trace.after)
         assert 1 <= answer.after < PATCHES
         assert answer.reduction.by == "torino-m(k=1, delta=1)"
-        assert answer.trace.looks[0].padding == answer.padding == "crop"
+        assert answer.trace.calls[0].padding == answer.padding == "crop"
     assert model.__dict__.keys() == stock.keys()
     assert not model.model.vision_tower._forward_hooks
 
@@ -206,12 +208,12 @@ def test_square_padding(opened: tuple[Any, Any], reducer: Reducer) -> None:
     )
     assert square.padding == "square"
     assert square.trace is not None
-    assert square.trace.looks[0].padding == "square"
-    padded = pad_square(photo(), mean_colour(processor))
+    assert square.trace.calls[0].padding == "square"
+    padded = pad_square(photo(), mean_color(processor))
     same = ask(padded, QUESTION, model=model, processor=processor, reducer=reducer, max_new_tokens=7)
     assert same.text == square.text
     grey = np.asarray(square.seen[0])[0, 0]
-    assert np.abs(grey.astype(int) - mean_colour(processor)).max() <= 2, "the top of a wide photo is padding"
+    assert np.abs(grey.astype(int) - mean_color(processor)).max() <= 2, "the top of a wide photo is padding"
     assert square.seen[0].size == crop.seen[0].size == (SIDE, SIDE)
     assert not np.array_equal(np.asarray(square.seen[0]), np.asarray(crop.seen[0]))
 
@@ -502,7 +504,7 @@ def test_mistakes_on_the_command_line(home: Path, tmp_path: Path, monkeypatch: p
         ({"image": tmp_path / "moving.gif"}, "several frames"),
         ({"image": tmp_path / "pixel.png"}, "single pixel"),
         ({"image": tmp_path}, "folder"),
-        ({"image": "https://example.org/cat.jpg"}, "fetches no images"),
+        ({"image": "https://example.org/cat.jpg"}, "does not download images"),
         ({"model": "owner/of-nothing-at-all"}, "hub could not be reached"),
         ({"model": str(tmp_path)}, "no config.json"),
         ({"sae": None}, "--sae FOLDER"),

@@ -6,13 +6,16 @@ import threading
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from test_llava import MODES, ROWS, ask, of_torino, same
-from tiny import Fixed, Identity
 from torch import Tensor
 
-from torino import BadParameter, Reduction, make
+from tests.support import tiny
+from tests.support.generation import MODES, ROWS, same
+from tests.support.generation import generate as ask
+from tests.support.generation import torino_reducer as of_torino
+from tests.support.tiny import Fixed, Identity
+from torino import Reduction, make
+from torino.core.errors import BadParameter
 from torino.vlm import apply, reduced, remove
 from torino.vlm.adapters.base import adapter_for
 from torino.vlm.attention import added_by_mass, attending, weigh
@@ -70,8 +73,8 @@ def test_each_step_of_an_answer_has_it(mode: str, positions: Any) -> None:
     if positions == "original":
         return  # the oracle numbers anew
     with reduced(model, Fixed(MERGED)) as trace:
-        shrunk, _ = adapter_for(model).shrink(inputs, Fixed(MERGED), "compact")
-    assert not trace.looks
+        shrunk, _ = adapter_for(model).reduce_inputs(inputs, Fixed(MERGED), "compact")
+    assert not trace.calls
     states = model.get_input_embeddings()(shrunk["input_ids"])
     features = shrunk["mm_encoder_outputs"]["image"].pooler_output[0]
     states[shrunk["input_ids"] == tiny.IMAGE] = features
@@ -150,10 +153,10 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_mass_of_a_plan() -> None:
-    assert MERGED.mass.tolist() == [1, 8, 2, 1]
-    assert Reduction.identity((2, 2)).mass.tolist() == [1, 1, 1, 1]
+    assert MERGED.sizes.tolist() == [1, 8, 2, 1]
+    assert Reduction.identity((2, 2)).sizes.tolist() == [1, 1, 1, 1]
     apart = Reduction.pick(torch.tensor([0, 3]), (2, 2), assigned=torch.tensor([0, 0, 0, -1]), by="by hand")
-    assert apart.mass.tolist() == [3, 1]  # what stands for nothing is still there once
+    assert apart.sizes.tolist() == [3, 1]  # what stands for nothing is still there once
 
 
 def test_what_cannot_be_weighed_is_refused() -> None:
@@ -173,18 +176,17 @@ def test_registers_stand_for_no_patch() -> None:
 
 
 def test_own_is_as_the_method_has_it_where_the_model_allows_it() -> None:
-    from test_llava_next import tiny as tiles
+    from tests.support.tiny_tiles import make_model as tiles
+    from torino.reducers import KeepShare
 
-    from torino.vlm.session import KeepShare
-
-    host, on, off = (
+    adapter, on, off = (
         adapter_for(tiny.llava()),
         of_torino("torino-x", budget=4),
-        of_torino("torino-x", budget=4, mass=False),
+        of_torino("torino-x", budget=4, proportional=False),
     )
-    assert [weigh(None, one, host) for one in (on, off, of_torino(), KeepShare(on, 0.5), None)] == [1, 0, 0, 1, 0]
-    assert [weigh(one, off, host) for one in (True, False)] == [1, 0]
-    assert [weigh(one, on, host) for one in (True, False)] == [1, 0]
+    assert [weigh(None, one, adapter) for one in (on, off, of_torino(), KeepShare(on, 0.5), None)] == [1, 0, 0, 1, 0]
+    assert [weigh(one, off, adapter) for one in (True, False)] == [1, 0]
+    assert [weigh(one, on, adapter) for one in (True, False)] == [1, 0]
     assert not weigh(None, on, adapter_for(tiles("llava_next")))
     model, inputs = tiny.llava(), tiny.prompt("ab#cd")
     own = ask(model, inputs, on, positions="own")
@@ -193,7 +195,7 @@ def test_own_is_as_the_method_has_it_where_the_model_allows_it() -> None:
 
 
 def test_models_of_tiles_are_refused() -> None:
-    from test_llava_next import tiny as tiles
+    from tests.support.tiny_tiles import make_model as tiles
 
     with pytest.raises(BadParameter, match="come in tiles"), reduced(tiles("llava_next"), Identity(), mass=True):
         pass

@@ -8,7 +8,7 @@ Several questions are asked about a picture, since seeing it costs more than a q
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -16,6 +16,7 @@ from PIL import Image
 
 from torino.core.errors import unknown_name
 from torino_lab import pictures
+from torino_lab.catalog import BENCHMARKS
 from torino_lab.choosing import POOL, Asked, Even, Item, One, Shelf, level, pairs, pick, turned
 from torino_lab.collages import Cell, at
 from torino_lab.corpus import FAULTS, ON_PHOTO, Corpus, Given, spoil
@@ -26,44 +27,7 @@ from torino_lab.words import ACTIONS, THINGS, Word
 SEED = 2024
 SURE = 3  # captions that must agree
 GRIDS = ((1, 2), (2, 1), (2, 2), (2, 2), (2, 3), (3, 2), (3, 3), (3, 3))
-SPLITS = ("random", "popular", "adversarial")
 LIKELY = 8  # how many of the most common, or most tempting, things a popular or adversarial no is taken from
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A benchmark: its name, the rule it is scored by, and what it asks, by category.
-
-    Attributes
-    ----------
-    name, kind : str
-        The rule is one of ``exact``, ``circular``, ``mcq``, ``mme``, ``pope``, ``vqa`` and ``judge``; the judge here
-        is :class:`torino_lab.sheets.KeyWords`.
-    parts : mapping of category to count
-        Questions of each category; pictures for ``mme``, which asks two questions about each.
-    """
-
-    name: str
-    kind: str
-    parts: dict[str, int]
-
-
-_NINE = (
-    Benchmark(
-        "Lab-GQA",
-        "exact",
-        {"cell": 90, "which": 60, "scene": 20, "shapes": 60, "where": 40, "shape": 40, "colour": 30},
-    ),
-    Benchmark("Lab-MMB", "circular", {"photo": 120, "cell": 70, "which": 25, "small": 45}),
-    Benchmark("Lab-MMB-CN", "circular", {"photo": 120, "cell": 60, "small": 40}),
-    Benchmark("Lab-MME", "mme", {"existence": 40, "action": 20, "cell": 40, "color": 30}),
-    Benchmark("Lab-POPE", "pope", dict.fromkeys(SPLITS, 150)),
-    Benchmark("Lab-SQA", "mcq", {"chart": 120, "diagram": 120}),
-    Benchmark("Lab-TextVQA", "vqa", {"sign": 240}),
-    Benchmark("Lab-VizWiz", "vqa", {"scene": 60, "doing": 60, "kind": 60, "colour": 40, "quality": 60}),
-    Benchmark("Lab-MMVet", "judge", {"rec": 70, "rec,spat": 70, "math": 60}),
-)
-BENCHMARKS = {one.name: one for one in _NINE}
 
 
 class TrainConfig:

@@ -1,79 +1,216 @@
-"""What the commands share: the SAE, the reducer, the picture and the shares that a person named on the command line."""
+"""Options, parsing and consoles that the commands share. Importing it is cheap: torch is loaded on first use."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from torino.core.errors import BadFile, BadParameter
+import typer
+from rich.console import Console
+from rich.markup import escape
 
-if TYPE_CHECKING:  # torch is only fetched by commands that need it
+from torino.core.errors import BadFile, BadParameter, TorinoError
+
+if TYPE_CHECKING:
     from torino.core.concepts import ConceptEncoder
     from torino.reducers import Reducer
+    from torino.vlm.loading import ModelPackage
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-POSITIONS = ("own", "compact", "original")  # those of torino.vlm.adapters.base, without torch
+out = Console()
+errors = Console(stderr=True)
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 LAB = "lab"
-"""The name of the model, tower and SAE that come with torino."""
+"""The default model, from the optional package torino-lab."""
+NO_SAE = "none"
+
+# The same choices as in torino.vlm and torino.datasets, which need torch.
+PaddingChoice = Literal["crop", "square"]
+PositionsChoice = Literal["auto", "compact", "original"]
+AttentionChoice = Literal["auto", "plain", "proportional"]
+DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+
+ImageArgument = Annotated[
+    str, typer.Argument(metavar="IMAGE", help="Image file, or a bundled photo: astronaut, coffee, chelsea, rocket.")
+]
+QuestionArgument = Annotated[str, typer.Argument(metavar="QUESTION", help="Question about the image.")]
+ModelOption = Annotated[
+    str, typer.Option(help="Hub name, folder, or installed model package; 'lab' comes with torino-lab.")
+]
+SaeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder, file or hub repository of the SAE; 'none' runs without one. Default: the SAE of the model package."
+    ),
+]
+ClipOption = Annotated[
+    str | None, typer.Option(help="CLIP whose text tower reads the question, for methods that need it (cdpruner).")
+]
+MethodOption = Annotated[
+    str, typer.Option(help="Method by name or with options in brackets (torino list); 'none' keeps all tokens.")
+]
+MethodsOption = Annotated[
+    str, typer.Option(help="Methods separated by commas, optionally with options in brackets, or 'all'.")
+]
+KdOption = Annotated[
+    str | None, typer.Option("--kd", help="k,delta: concepts per patch, and how many linked patches share.")
+]
+BudgetOption = Annotated[int | None, typer.Option(min=1, help="Exactly this many tokens per image.")]
+KeepOption = Annotated[str | None, typer.Option(help="Budget as a share of the patches: 25% or 0.25.")]
+LevelsOption = Annotated[int | None, typer.Option(help="Use only the first Matryoshka levels of the SAE.")]
+PaddingOption = Annotated[
+    PaddingChoice, typer.Option(help="crop: the processor's own cropping; square: pad to a square first.")
+]
+PositionsOption = Annotated[
+    PositionsChoice,
+    typer.Option(help="compact: renumber tokens; original: keep their positions; auto: follow the method."),
+]
+AttentionOption = Annotated[
+    AttentionChoice,
+    typer.Option(help="proportional: attend to a merged token as to all its patches; auto: follow the method."),
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
+DtypeOption = Annotated[DtypeChoice | None, typer.Option(help="Default: float32 on the CPU, else the checkpoint's.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def open_sae(name: str, levels: int | None = None, device: Any = "cpu") -> ConceptEncoder:
-    """Open the SAE called ``name``: a folder, file or hub repository, ``lab``, ``example``, or ``raw`` for none."""
+def examples(*lines: str) -> str:
+    """Build the examples below a command's help: one command per line, ready to copy; ``#`` lines are comments."""
+    shown = [f"[dim]{escape(line)}[/]" if line.startswith("#") else f"[cyan]{escape(line)}[/]" for line in lines]
+    return "\n\n".join(["[bold]Examples[/]", *shown])
+
+
+def note(text: str) -> None:
+    """Print a note on the error console."""
+    errors.print(f"[yellow]note:[/] {escape(text)}", soft_wrap=True, highlight=False)
+
+
+# ---------------------------------------------------------------------- SAEs and reducers
+
+
+def find_package(model: str | None) -> ModelPackage | None:
+    """Return the installed model package of this name, if there is one."""
+    if model is None:
+        return None
+    from torino.vlm.loading import model_package, model_packages
+
+    return model_package(model) if model in model_packages() or model == LAB else None
+
+
+def load_sae(name: str, levels: int | None = None, device: Any = "cpu", *, decoder: bool = False) -> ConceptEncoder:
+    """Load an SAE: folder, file, hub repository, model package (``lab``), ``example``, or ``none`` for no SAE."""
     from torino.core.concepts import RawEmbedding
     from torino.datasets.bundled import example_sae
-    from torino.sae.model import SAE
+    from torino.sae import SAE
 
-    if name == "raw":
+    if not name:
+        raise BadParameter("--sae is empty. Give a folder, a file or a hub repository, or 'none' for no SAE.")
+    if name == NO_SAE:
         if levels is not None:
-            raise BadParameter("--levels chooses Matryoshka levels of an SAE, and --sae raw is none. Leave one out.")
+            raise BadParameter("--levels selects Matryoshka levels of an SAE, and --sae is none. Omit one of them.")
         return RawEmbedding()
-    if name == LAB:
-        from torino_lab.shipped import lab_sae
-
-        loaded = lab_sae(decoder=False)
+    package = find_package(name) if re.fullmatch(r"[\w-]+", name) and not Path(name).exists() else None
+    if package is not None:
+        if package.sae is None:
+            raise BadParameter(f"The model package {name!r} has no SAE. Give a folder, a file or a hub repository.")
+        loaded = SAE.load(package.sae(), decoder=decoder)
     else:
-        loaded = example_sae() if name == "example" else SAE.load(name, decoder=False)
+        loaded = example_sae() if name == "example" else SAE.load(name, decoder=decoder)
     return (loaded if levels is None else loaded.first(levels)).to(device)
 
 
 def reads_concepts(method: str) -> bool:
-    """Whether a method, by name or spec, groups patches by what an SAE reads in them."""
+    """Return whether a method, by name or spec, reads concepts of an SAE."""
     from torino.reducers import get
 
     kind = get(method.partition("(")[0].strip())
     return is_dataclass(kind) and "sae" in {field.name for field in fields(kind)}
 
 
+def default_sae(method: str, model: str | None) -> str | None:
+    """Return the SAE of the model package for a method that reads concepts, if there is one."""
+    package = find_package(model)
+    return model if package is not None and package.sae is not None and reads_concepts(method) else None
+
+
 def build_reducer(
-    method: str, sae: str | None, levels: int | None, given: dict[str, Any], device: Any = "cpu"
+    method: str, sae: str | None, levels: int | None, options: dict[str, Any], device: Any = "cpu"
 ) -> Reducer:
-    """Build the reducer that the options describe; options left out are the method's own."""
+    """Build the reducer that the options describe; omitted options keep the method's defaults."""
     from torino.reducers import make
 
-    parameters = {name: value for name, value in given.items() if value is not None}
+    parameters = {name: value for name, value in options.items() if value is not None}
     reads = reads_concepts(method)
     if reads and sae is None:
-        raise BadParameter(
-            f"{method} groups patches by concepts, so say which SAE reads them: --sae FOLDER, --sae owner/repository, "
-            "or --sae raw for none."
-        )
+        raise missing_sae(method)
     if sae is not None and not reads:
-        raise BadParameter(f"{method} reads no concepts, so --sae has no meaning for it. Leave it out.")
+        raise BadParameter(f"{method} reads no concepts, so --sae has no effect. Omit it.")
     if sae is not None:
-        parameters["sae"] = open_sae(sae, levels, device)
+        parameters["sae"] = load_sae(sae, levels, device)
     return make(method, **parameters)
 
 
-def one_picture(path: str | Path) -> Any:
-    """Open the image a question is about; what leaves open which picture that is, or shows nothing, is refused.
+def missing_sae(method: str) -> BadParameter:
+    """Build the error for a method that reads concepts when no SAE is given."""
+    return BadParameter(
+        f"{method} groups patches by concepts and needs an SAE: --sae FOLDER, --sae owner/repository, or --sae none "
+        "to run without one."
+    )
 
-    A bundled photo may be called by its name: astronaut, coffee, chelsea or rocket.
-    """
+
+def build_reducer_with_budget(
+    method: str,
+    sae: str | None,
+    levels: int | None,
+    kd: str | None,
+    budget: int | None,
+    keep: str | None,
+    device: Any = "cpu",
+) -> Reducer | None:
+    """Build the reducer of ``--method``, ``--kd``, ``--budget`` and ``--keep``; None for ``none``."""
+    from torino.reducers import KeepShare
+
+    if method == "none":
+        given = {"kd": kd, "budget": budget, "keep": keep, "sae": sae, "levels": levels}
+        superfluous = [name for name, value in given.items() if value is not None]
+        if superfluous:
+            raise BadParameter(f"--method none keeps all tokens, so --{superfluous[0]} has no effect. Omit it.")
+        return None
+    share = None if keep is None else parse_share(keep)
+    if share is not None and budget is not None:
+        raise BadParameter("Give --budget or --keep, not both.")
+    k, delta = (None, None) if kd is None else parse_pair(kd)
+    reducer = build_reducer(method, sae, levels, {"k": k, "delta": delta, "budget": budget}, device)
+    return reducer if share is None else KeepShare(reducer, share)
+
+
+def check_clip(clip: str | None, method: str, reducer: Reducer | None) -> None:
+    """Refuse a method that reads the question without ``--clip``, and ``--clip`` for other methods."""
+    from torino.vlm.loading import local_name
+
+    reads = reducer is not None and "text" in reducer.needs
+    if reads and clip is None:
+        raise BadParameter(
+            f"{method} chooses patches by the question and needs the CLIP that reads it: --clip "
+            "openai/clip-vit-large-patch14-336 for LLaVA-1.5, or the folder of another. To ignore the question: "
+            "--method \"cdpruner(relevance='none')\"."
+        )
+    if clip is not None and not reads:
+        raise BadParameter(f"{method} does not read the question, so --clip has no effect. Omit it.")
+    if clip is not None:
+        local_name(clip)
+
+
+# ---------------------------------------------------------------------- images and models
+
+
+def open_single_image(path: str | Path) -> Any:
+    """Open the image of a question; a bundled photo may be given by its name. Animations are refused."""
     from torino.datasets.bundled import PHOTOS, example_folder
     from torino.datasets.images import open_image
 
@@ -82,20 +219,17 @@ def one_picture(path: str | Path) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*several frames")
         try:
-            picture = open_image(path)
+            image = open_image(path)
         except UserWarning as error:
-            raise BadFile(
-                f"{path} holds several frames, and a question is about one picture. "
-                "Save the frame you mean as a PNG or JPEG file, and ask about that."
-            ) from error
-    if max(picture.size) < 2:
-        raise BadFile(f"{path} is a single pixel, in which there is nothing to see. Give a larger picture.")
-    return picture
+            raise BadFile(f"{path} has several frames. Save the frame you mean as a PNG or JPEG file.") from error
+    if max(image.size) < 2:
+        raise BadFile(f"{path} is a single pixel. Give a larger image.")
+    return image
 
 
-def picture_file(option: str, path: Path) -> Path:
-    """A file that a picture can be written to, or a sentence."""
-    if path.suffix.lower() not in PICTURES:
+def check_image_path(option: str, path: Path) -> Path:
+    """Refuse a path to which no image can be written."""
+    if path.suffix.lower() not in IMAGE_SUFFIXES:
         raise BadParameter(f"{option} must end in .png, .jpg or .webp, got {path.name!r}.")
     if path.is_dir():
         raise BadParameter(f"{option} {path} is a folder. Give the path of a file.")
@@ -103,9 +237,9 @@ def picture_file(option: str, path: Path) -> Path:
 
 
 @contextmanager
-def hushed() -> Generator[Any]:
-    """Give transformers, with the progress bars, advice and warnings of it and the hub client kept off the screen."""
-    from torino.vlm.towers import transformers
+def quiet_transformers() -> Generator[Any]:
+    """Yield transformers with its progress bars, advice and warnings, and those of the hub client, turned off."""
+    from torino.vlm.loading import transformers
 
     library = transformers()
     import huggingface_hub
@@ -119,55 +253,107 @@ def hushed() -> Generator[Any]:
         yield library
 
 
-def share_of(keep: str) -> float:
-    """Read a share such as ``25%`` or ``0.25``."""
+@contextmanager
+def memory_errors(model: str, device: str) -> Generator[None]:
+    """Turn out-of-memory errors into one sentence."""
     try:
-        share = float(keep.rstrip("%")) / (100 if keep.endswith("%") else 1)
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        full = isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
+        if not full:
+            raise
+        raise TorinoError(
+            f"{model} does not fit into the memory of this machine (--device {device}). "
+            "Try --dtype bfloat16, another device, or a smaller model."
+        ) from error
+
+
+# ---------------------------------------------------------------------- parsing
+
+
+def parse_share(text: str) -> float:
+    """Parse a share such as ``25%`` or ``0.25``."""
+    try:
+        share = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         share = -1.0
     if not 0 < share <= 1:
-        raise BadParameter(f"--keep must be a share such as 25% or 0.25, got {keep!r}.")
+        raise BadParameter(f"--keep must be a share such as 25% or 0.25, got {text!r}.")
     return share
 
 
-def split_words(text: str) -> list[str]:
-    """Words between commas; commas inside brackets do not divide.
+def split_list(text: str) -> list[str]:
+    """Split at commas; commas inside brackets do not count.
 
     Examples
     --------
-    >>> split_words("random, torino-m(k=2, delta=1),tome")
+    >>> split_list("random, torino-m(k=2, delta=1),tome")
     ['random', 'torino-m(k=2, delta=1)', 'tome']
     """
     words = [word.strip() for word in re.split(r",(?![^()]*\))", text)]
     return [word for word in words if word]
 
 
-def split_pairs(text: str) -> list[tuple[int, int]]:
-    """Pairs k,delta between spaces; ``no`` is none.
+def parse_pair(text: str) -> tuple[int, int]:
+    """Parse one pair ``k,delta``.
 
     Examples
     --------
-    >>> split_pairs("3,3 2,1"), split_pairs("no")
+    >>> parse_pair("3,2")
+    (3, 2)
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", text)
+    if match is None or not 1 <= int(match[2]) <= int(match[1]):
+        raise BadParameter(f"--kd takes k,delta with delta from 1 to k, such as 2,2, got {text!r}.")
+    return int(match[1]), int(match[2])
+
+
+def parse_pairs(text: str) -> list[tuple[int, int]]:
+    """Parse pairs ``k,delta`` separated by spaces; ``none`` gives an empty list.
+
+    Examples
+    --------
+    >>> parse_pairs("3,3 2,1"), parse_pairs("none")
     ([(3, 3), (2, 1)], [])
     """
-    pairs: list[tuple[int, int]] = []
-    for word in [] if text.strip() == "no" else text.split():
-        found = re.fullmatch(r"(\d+),(\d+)", word)
-        if found is None or not 1 <= int(found[2]) <= int(found[1]):
-            raise BadParameter(f"Write pairs as k,delta with delta from 1 to k, such as '3,3 2,2', got {word!r}.")
-        pairs.append((int(found[1]), int(found[2])))
-    return pairs
+    return [] if text.strip() == "none" else [parse_pair(word) for word in text.split()]
 
 
-def share_of_work(text: str) -> tuple[int, int]:
-    """Read ``i/n``, counted from 1, as (i - 1, n).
+def parse_budgets(option: str, text: str) -> list[int]:
+    """Parse token counts separated by commas or spaces; ``none`` gives an empty list.
 
     Examples
     --------
-    >>> share_of_work("2/4")
+    >>> parse_budgets("--budget", "192,64"), parse_budgets("--budget", "none")
+    ([192, 64], [])
+    """
+    words = [] if text.strip() == "none" else re.split(r"[,\s]+", text.strip())
+    if any(not word.isdecimal() or int(word) < 1 for word in words):
+        raise BadParameter(f"{option} takes token counts separated by commas, such as 192,64, or none, got {text!r}.")
+    return list(dict.fromkeys(int(word) for word in words))
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Parse ``i/n``, counted from 1, as (i - 1, n).
+
+    Examples
+    --------
+    >>> parse_shard("2/4")
     (1, 4)
     """
-    found = re.fullmatch(r"(\d+)/(\d+)", text.strip())
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise BadParameter(f"--shard is i/n with i from 1 to n, such as 1/4, got {text!r}.")
-    return int(found[1]) - 1, int(found[2])
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise BadParameter(f"--shard takes i/n with i from 1 to n, such as 1/4, got {text!r}.")
+    return int(match[1]) - 1, int(match[2])
+
+
+def one_of(words: Sequence[str]) -> str:
+    """Join words with commas and "or".
+
+    Examples
+    --------
+    >>> one_of(["a", "b", "c"])
+    'a, b or c'
+    """
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

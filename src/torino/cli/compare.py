@@ -1,259 +1,253 @@
-"""The command ``torino compare``: one question about one picture, answered with the tokens that each method leaves."""
+"""``torino compare``: answer one question with the tokens that each method keeps, side by side."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from torino.cli._common import LAB, hushed, one_picture, open_sae, picture_file, reads_concepts, split_words
+from torino.cli._common import (
+    LAB,
+    AttentionOption,
+    ClipOption,
+    DeviceOption,
+    DtypeOption,
+    ImageArgument,
+    JsonOption,
+    MethodsOption,
+    ModelOption,
+    PaddingOption,
+    PositionsOption,
+    QuestionArgument,
+    SaeOption,
+    check_image_path,
+    errors,
+    examples,
+    find_package,
+    load_sae,
+    memory_errors,
+    missing_sae,
+    note,
+    open_single_image,
+    out,
+    parse_budgets,
+    quiet_transformers,
+    reads_concepts,
+    split_list,
+)
 from torino.core.errors import BadParameter, TorinoError
 
-if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those who compare
-    from collections.abc import Mapping, Sequence
-
+if TYPE_CHECKING:
     from torino.core.reduction import Reduction
-    from torino.evaluation.engine import Answered
     from torino.evaluation.protocol import Setting
     from torino.reducers import Reducer
+    from torino.vlm import VLM
 
-out = Console()
-errors = Console(stderr=True)
-
-EPILOG = (
-    'Examples: [cyan]torino compare photo.jpg "What is on the table?"[/] (the lab, a small model that comes with '
-    'torino) · [cyan]torino compare photo.jpg "How many cups?" --budget 128 -o cups.png[/] · '
-    "[cyan]torino compare photo.jpg \"What is this?\" --methods torino-m,torino-p,visionzip,'tome(budget=32)'[/] · "
-    '[cyan]torino compare photo.jpg "What is this?" --model llava-hf/llava-1.5-7b-hf --sae ./my-sae[/]'
+EPILOG = examples(
+    'torino compare astronaut "What color is the shirt?" --budget 32',
+    'torino compare photo.jpg "How many cups?" --budget 128,64 -o cups.png',
+    "torino compare photo.jpg \"What is this?\" --methods torino-m,visionzip,'tome(budget=32)'",
+    'torino compare photo.jpg "What is this?" --model llava-hf/llava-1.5-7b-hf --sae ./my-sae',
 )
 PICTURE = Path("compare.png")
-NAME = "SAE"
-
-
-def compare(
-    image: Annotated[
-        str, typer.Argument(metavar="IMAGE", help="An image file, or astronaut, coffee, chelsea or rocket: bundled.")
-    ],
-    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask about it.")],
-    budget: Annotated[int, typer.Option(min=1, help="Tokens that each method leaves of the image.")] = 64,
-    methods: Annotated[
-        str, typer.Option(help="Methods, separated by commas, or 'all'; specs with brackets run as they are written.")
-    ] = "all",
-    model: Annotated[
-        str,
-        typer.Option(help="Hub name or folder of a vision-language model; 'lab' is the one that comes with torino."),
-    ] = LAB,
-    sae: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder, file or hub repository of the SAE; 'lab' is that of --model lab, which takes it by itself; "
-            "'raw' is the no-SAE ablation."
-        ),
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .jpg or .webp.")] = PICTURE,
-    padding: Annotated[
-        str, typer.Option(help="crop: as the model's processor does it; square: pad first, so that nothing is cut.")
-    ] = "crop",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 32,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Ask one question with the tokens that each method leaves, side by side, at the same budget.
-
-    Prints the answers, those equal to the one with all tokens marked, and writes a picture of what each kept.
-    """
-    # Whatever can be wrong without the model is said before the model is fetched.
-    if padding not in ("crop", "square"):
-        raise BadParameter(f"--padding must be crop or square, got {padding!r}.")
-    picture_file("--output", output)
-    with errors.status("Starting …") as told:
-        from torino.datasets.images import prepare
-        from torino.vlm.session import check_vlm
-        from torino.vlm.towers import device_of
-
-        if model == LAB:
-            sae = sae or LAB
-        else:
-            check_vlm(model)
-        picture = one_picture(image)
-        prepare(picture, padding)  # type: ignore[arg-type]: checked above
-        settings, notes = _settings(methods, budget, sae)
-        saes = {NAME: open_sae(sae, device=device_of(device))} if sae and any(one.sae for one in settings) else {}
-        reducers = {one.id: one.reducer(saes) for one in settings}
-        with hushed():
-            from torino.vlm.session import load_vlm
-
-            told.update(f"Opening {escape(model)} …")
-            opened, processor = load_vlm(model, device, dtype)
-            told.update("Looking, and answering with each method …")
-            asked = _Asked(opened, processor, picture, question, max_new_tokens, padding)
-            seen = asked.under(reducers)
-        full = seen.answers["full"]
-        if full.text is None:
-            raise TorinoError(f"The model could not answer with all tokens: {full.error.partition(': ')[2]}")
-        told.update("Drawing …")
-        drawn = _draw(output, question, settings, seen)
-    rows = [_facts(one, seen.answers[one.id], full.text) for one in settings]
-    for row in rows:
-        if row.get("error"):
-            notes.append(f"{row['label']} was left out: {row['error']}")
-    if not drawn:
-        notes.append("No picture was drawn: this model sees an image in tiles, or no method answered.")
-    if as_json:
-        told_ = {
-            "model": model,
-            "image": image,
-            "question": question,
-            "budget": budget,
-            "answers": rows,
-            "notes": notes,
-        }
-        out.print_json(json.dumps({**told_, "picture": str(output) if drawn else None}))
-        return
-    _print([row for row in rows if not row.get("error")])
-    for note in notes:
-        errors.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True, highlight=False)
-    if drawn:
-        out.print(f"Drew what each method kept to {escape(str(output))}.", highlight=False)
-
-
-def _settings(methods: str, budget: int, sae: str | None) -> tuple[list[Setting], list[str]]:
-    """All tokens first, then the methods in the order they were named; and what was left out of 'all'."""
-    from torino.evaluation.protocol import FULL, default_methods, fixed_settings, own_settings
-    from torino.reducers import get
-
-    words, notes = split_words(methods), list[str]()
-    if words == ["all"]:
-        words = sorted(default_methods(), key=lambda name: (not name.startswith("torino-"), name))
-        left = [name for name in words if reads_concepts(name) and sae is None]
-        if left:
-            notes.append(f"Left out: {', '.join(left)}, which read concepts: give --sae.")
-        words = [name for name in words if name not in left]
-    found = [FULL]
-    for word in words:
-        if reads_concepts(word) and sae is None:
-            raise BadParameter(
-                f"{word} groups patches by concepts, so say which SAE reads them: --sae FOLDER, --sae "
-                "owner/repository, or --sae raw for none."
-            )
-        if "(" in word:
-            made = own_settings([word], [NAME])
-        else:
-            get(word)
-            made = fixed_settings([word], [budget], [NAME], 1)
-        for one in made:
-            reducer = one.reducer({NAME: open_sae("raw")})
-            if reducer is not None and reducer.needs & {"joint", "text"}:
-                raise BadParameter(
-                    f"{one.spec} chooses patches by the question, which takes a CLIP that reads it. Leave it out here, "
-                    "and ask with torino ask --method cdpruner --clip NAME."
-                )
-        found += [one for one in made if one.id not in {other.id for other in found}]
-    if len(found) == 1:
-        raise BadParameter("There is nothing to compare. Give --methods, or leave it out for all.")
-    return found, notes
-
-
-@dataclass
-class _Seen:
-    """Answers, the photo as the tower saw it, and what each setting made of it; also what the engine keeps these in."""
-
-    answers: dict[str, Answered] = field(default_factory=dict[str, Any])
-    plans: dict[str, Reduction] = field(default_factory=dict[str, Any])
-    image: Any = None
-
-    def photo(self, image: Any) -> None:
-        self.image = image
-
-    def plan(self, setting: str, plan: Reduction) -> None:
-        self.plans[setting] = plan
+LABEL = "SAE"
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """One question about one picture."""
+class ComparedMethod:
+    """The answer of one method, or the reason why it has none."""
 
-    model: Any
-    processor: Any
-    picture: Any
-    question: str
-    length: int
-    padding: Any
-
-    def under(self, reducers: Mapping[str, Reducer | None]) -> _Seen:
-        """Answer under all settings; methods that read what the tower does not give say so in place of an answer."""
-        seen = self._once(reducers, _Seen())
-        failures = {answer.error for answer in seen.answers.values()}
-        if len(failures) > 1 or not failures.pop():
-            return seen
-        # all failed alike: the tower lacks a signal, and it is asked anew for each set of signals
-        seen = _Seen()
-        kinds: dict[frozenset[str], dict[str, Reducer | None]] = {}
-        for name, reducer in reducers.items():
-            kinds.setdefault(frozenset[str]() if reducer is None else reducer.needs, {})[name] = reducer
-        for some in kinds.values():
-            self._once(some, seen)
-        return seen
-
-    def _once(self, reducers: Mapping[str, Reducer | None], seen: _Seen) -> _Seen:
-        from torino.evaluation.engine import Asked, Engine
-
-        engine = Engine(self.model, self.processor, reducers, padding=self.padding)
-        asked = [Asked(0, self.question, self.length)]
-        for some in engine.answers([self.picture], asked, lambda *_: True, seen):  # type: ignore[arg-type]: kept in memory
-            seen.answers.update({answer.setting: answer for answer in some})
-        return seen
+    setting: Setting
+    text: str | None
+    tokens: int = 0
+    plan_ms: float | None = None
+    reduction: Reduction | None = None
+    error: str = ""
 
 
-def _facts(setting: Setting, answer: Answered, full: str) -> dict[str, Any]:
-    """One row of the table."""
-    told: dict[str, Any] = {"method": setting.method, "label": setting.label, "spec": setting.spec}
-    if answer.text is None:
-        return {**told, "error": answer.error.partition(": ")[2] or answer.error}
-    inside = setting.method != "full" and _works_inside(setting.method)
+def compare(
+    image: ImageArgument,
+    question: QuestionArgument,
+    budget: Annotated[str, typer.Option(help="Tokens per image, one or several: 64 or 128,64.")] = "64",
+    methods: MethodsOption = "all",
+    model: ModelOption = LAB,
+    sae: SaeOption = None,
+    clip: ClipOption = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .jpg or .webp.")] = PICTURE,
+    padding: PaddingOption = "crop",
+    positions: PositionsOption = "auto",
+    attention: AttentionOption = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 32,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer one question with the tokens that each method keeps, side by side, at the same budget.
+
+    Prints the answers and writes a picture of what each method kept.
+    """
+    check_image_path("--output", output)
+    budgets = parse_budgets("--budget", budget)
+    with errors.status("Starting …") as status:
+        from torino.core.device import resolve_device
+        from torino.datasets.images import prepare
+        from torino.vlm.loading import check_model
+
+        check_model(model)
+        package = find_package(model)
+        if sae is None and package is not None and package.sae is not None:
+            sae = model
+        opened = open_single_image(image)
+        prepare(opened, padding)
+        settings, notes = _settings(methods, budgets, sae, clip)
+        needs_sae = any(setting.sae for setting in settings)
+        saes = {LABEL: load_sae(sae, device=resolve_device(device))} if sae and needs_sae else {}
+        reducers = {setting.id: setting.reducer(saes) for setting in settings}
+        with quiet_transformers(), memory_errors(model, device):
+            from torino.vlm import load_clip_text, load_vlm
+
+            status.update(f"Loading {escape(model)} …")
+            text_query = None if clip is None else load_clip_text(clip, device=device, dtype=dtype)
+            vlm = load_vlm(
+                model,
+                device,
+                dtype,
+                padding=padding,
+                positions=positions,
+                attention=attention,
+                text_query=text_query,
+            )
+            status.update("Encoding the image …")
+            results, shown = _answer_all(vlm, opened, question, settings, reducers, max_new_tokens, status)
+        full = results[0]
+        if full.text is None:
+            raise TorinoError(f"The model could not answer with all tokens: {full.error}")
+        if all(result.error for result in results[1:]):
+            raise TorinoError(f"No method could answer. {results[1].setting.label}: {results[1].error}")
+        status.update("Drawing …")
+        drawn = _draw(output, question, results, shown)
+    notes += [f"{result.setting.label} was left out: {result.error}" for result in results if result.error]
+    if not drawn:
+        notes.append("No picture was drawn: this model splits images into tiles.")
+    rows = [_row(result, full.text) for result in results]
+    if as_json:
+        facts = {"model": model, "image": image, "question": question, "budget": budgets, "answers": rows}
+        out.print_json(json.dumps({**facts, "notes": notes, "picture": str(output) if drawn else None}))
+        return
+    _print([row for row in rows if not row.get("error")])
+    for text in notes:
+        note(text)
+    if drawn:
+        out.print(f"Wrote {escape(str(output))}: what each method kept.", highlight=False)
+
+
+def _settings(
+    methods: str, budgets: Sequence[int], sae: str | None, clip: str | None
+) -> tuple[list[Setting], list[str]]:
+    """Return all tokens first, then the methods in their order, and notes about what 'all' leaves out."""
+    from torino.evaluation.protocol import FULL, default_methods, fixed_settings, own_settings, split_specs
+    from torino.reducers import get
+
+    words, notes = split_list(methods), list[str]()
+    if words == ["all"]:
+        words = sorted(
+            default_methods(text_query=clip is not None), key=lambda name: (not name.startswith("torino-"), name)
+        )
+        left_out = [name for name in words if reads_concepts(name) and sae is None]
+        if left_out:
+            notes.append(f"Left out: {', '.join(left_out)}, which read concepts: give --sae.")
+        words = [name for name in words if name not in left_out]
+    settings = [FULL]
+    for word in words:
+        if reads_concepts(word) and sae is None:
+            raise missing_sae(word)
+        get(word.partition("(")[0])
+        as_written = "(" in word and not split_specs([word])[0]
+        added = own_settings([word], [LABEL]) if as_written else fixed_settings([word], budgets, [LABEL], 1)
+        for setting in added:
+            reducer = setting.reducer({LABEL: load_sae("none")})
+            if clip is None and reducer is not None and reducer.needs & {"joint", "text"}:
+                raise BadParameter(
+                    f"{setting.spec} chooses patches by the question and needs the CLIP that reads it: --clip NAME."
+                )
+        settings += [setting for setting in added if setting.id not in {other.id for other in settings}]
+    if len(settings) == 1:
+        raise BadParameter("There is nothing to compare. Give --methods, or omit it for all.")
+    return settings, notes
+
+
+def _answer_all(
+    vlm: VLM,
+    image: Any,
+    question: str,
+    settings: Sequence[Setting],
+    reducers: Mapping[str, Reducer | None],
+    length: int,
+    status: Any,
+) -> tuple[list[ComparedMethod], Any]:
+    """Answer under all settings; the tower encodes the image once."""
+    from torino.datasets.images import as_seen
+
+    inputs = vlm.inputs(image, question)
+    encoded = vlm.encode(inputs, reducers.values())
+    results: list[ComparedMethod] = []
+    for setting in settings:
+        status.update(f"Answering with {escape(setting.label)} ({len(results) + 1} of {len(settings)}) …")
+        try:
+            reduction = vlm.reduce(encoded, reducers[setting.id])
+            text = vlm.generate(inputs, [reduction], max_new_tokens=length).texts[0].strip()
+        except TorinoError as error:
+            results.append(ComparedMethod(setting, None, error=str(error)))
+            continue
+        plan = reduction.plans[0] if len(reduction.plans) == 1 and setting.method != "full" else None
+        in_tower = setting.method != "full" and "plan" not in reduction.seconds
+        plan_ms = None if in_tower or setting.method == "full" else 1e3 * reduction.seconds["plan"]
+        results.append(ComparedMethod(setting, text, reduction.tokens, plan_ms, plan))
+    shown = as_seen(inputs.tensors, vlm.processor, inputs.images)
+    return results, shown[0] if len(shown) == 1 else None
+
+
+def _row(result: ComparedMethod, full: str) -> dict[str, Any]:
+    setting = result.setting
+    facts: dict[str, Any] = {"method": setting.method, "label": setting.label, "spec": setting.spec}
+    if result.text is None:
+        return {**facts, "error": result.error}
     return {
-        **told,
-        "tokens": answer.tokens,
-        "answer": answer.text,
-        "same": _alike(answer.text) == _alike(full),
-        # what works inside the tower plans as the tower runs
-        "plan_ms": None if inside or setting.method == "full" else round(answer.seconds["plan"] * 1e3, 2),
-        "inside": inside,
+        **facts,
+        "tokens": result.tokens,
+        "answer": result.text,
+        "same": _normalized(result.text) == _normalized(full),
+        "plan_ms": None if result.plan_ms is None else round(result.plan_ms, 2),
     }
 
 
-def _works_inside(method: str) -> bool:
-    from torino.reducers import get
-
-    return get(method).inside
-
-
-def _alike(text: str) -> str:
-    """An answer without what makes no difference: case, spaces and the full stop."""
+def _normalized(text: str) -> str:
+    """Drop case, extra spaces and the final full stop."""
     return " ".join(text.lower().split()).rstrip(" .")
 
 
-def _draw(path: Path, question: str, settings: Sequence[Setting], seen: _Seen) -> bool:
-    """Draw what each method kept, where the model sees an image whole."""
+def _draw(path: Path, question: str, results: Sequence[ComparedMethod], image: Any) -> bool:
+    """Draw what each method kept, if the model encodes the image whole."""
     from torino.viz.draw import save_picture
     from torino.viz.figures import ComparedAnswer, draw_compare
 
-    full = seen.answers["full"].text or ""
-    told: list[ComparedAnswer] = []
-    for one in settings:
-        text = seen.answers[one.id].text
-        if text is not None and one.id in seen.plans:
-            told.append(ComparedAnswer(one.label, seen.plans[one.id], text, _alike(text) == _alike(full)))
-    if not told or seen.image is None:
+    full = results[0].text or ""
+    answers = [
+        ComparedAnswer(
+            result.setting.label, result.reduction, result.text, _normalized(result.text) == _normalized(full)
+        )
+        for result in results
+        if result.text is not None and result.reduction is not None
+    ]
+    if not answers or image is None:
         return False
-    save_picture(draw_compare(seen.image, question, full, told), path)
+    save_picture(draw_compare(image, question, full, answers), path)
     return True
 
 
@@ -266,18 +260,17 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
     table.add_column("answer")
     for row in rows:
         full = row["method"] == "full"
-        time = "" if full else "in the tower" if row["inside"] else f"{row['plan_ms']:.1f}"
-        mark = "" if full else "[green]✓[/]" if row["same"] else ""
+        time = "" if full else "in the tower" if row["plan_ms"] is None else f"{row['plan_ms']:.1f}"
+        mark = "" if full else "[green]=[/]" if row["same"] else "[red]≠[/]"
         answer = escape(row["answer"]) or "[dim](nothing)[/]"
-        table.add_row(
-            escape(row["label"]), str(row["tokens"]), time, mark, answer, style="bold" if full else "", end_section=full
-        )
+        style = "bold" if full else ""
+        table.add_row(escape(row["label"]), str(row["tokens"]), time, mark, answer, style=style, end_section=full)
     out.print(table)
     others = [row for row in rows if row["method"] != "full"]
     same = sum(bool(row["same"]) for row in others)
     out.print(
-        f"✓ {same} of {len(others)} methods answer as with all {rows[0]['tokens']} tokens. Plan: one cold run; for "
-        "more see torino bench.",
+        f"= same answer as with all {rows[0]['tokens']} tokens ({same} of {len(others)} methods), ≠ another answer. "
+        "Plan times are of one cold run; torino bench measures them.",
         highlight=False,
         soft_wrap=True,
     )

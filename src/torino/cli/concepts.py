@@ -1,148 +1,172 @@
-"""The command ``torino concepts``: what fires the latents of an SAE, in pictures, figures and words."""
+"""The command ``torino concepts``: top activations, monosemanticity and names of the latents of an SAE."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from contextlib import suppress
 from functools import lru_cache
+from math import isnan
 from pathlib import Path
-from time import monotonic
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from torino.cli._common import (
+    NO_SAE,
+    DeviceOption,
+    PaddingOption,
+    errors,
+    examples,
+    load_sae,
+    note,
+    out,
+    quiet_transformers,
+)
+from torino.cli._progress import progress
 from torino.core.errors import BadFile, BadParameter
 
-if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those who ask
+if TYPE_CHECKING:  # imported in functions, so that torino --help stays fast
     from PIL.Image import Image
 
     from torino.datasets import Photos
     from torino.interpret.naming import ConceptName
-    from torino.interpret.photos import Looking
-    from torino.interpret.sheet import Concept
-    from torino.interpret.top_activations import Evidence
+    from torino.interpret.photos import PhotoReader
+    from torino.interpret.sheet import ConceptSummary
+    from torino.interpret.top_activations import TopActivations
     from torino.sae.model import SAE
     from torino.vlm.towers import Tower
 
-out = Console()
-errors = Console(stderr=True)
-
-EPILOG = (
-    "Examples: [cyan]torino concepts ./my-sae --images photos/ --tower openai/clip-vit-large-patch14-336[/] · "
-    "[cyan]torino concepts ./my-sae --images captions.parquet --tower lab --rank monosemanticity -o report[/] · "
-    "[cyan]torino concepts ./my-sae --images photos/ --tower ./clip --latents 3,17 --judge facebook/dinov2-base[/]"
+EPILOG = examples(
+    "torino concepts ./my-sae --images photos/ --tower ./clip",
+    "torino concepts lab --images captions.parquet --tower lab -o report",
+    "torino concepts ./my-sae --images photos/ --tower ./clip --rank monosemanticity",
+    "torino concepts ./my-sae --images photos/ --tower ./clip --latents 3,17",
+    "# measure the similarity of photos with another tower",
+    "torino concepts ./my-sae --images photos/ --tower ./clip --embedder ./dinov2",
 )
-SHEET, PAGE = "concepts.png", "concepts.html"
-RANKS = ("usage", "monosemanticity", "lift")
-LINE_EVERY = 60  # seconds between lines where there is no terminal to draw a bar on
+SHEET, DASHBOARD = "concepts.png", "concepts.html"
+SHOWN_ROWS = 10
+THUMBNAIL = 168  # pixels
+
+RankChoice = Literal["usage", "monosemanticity", "lift"]
+PoolChoice = Literal["mean", "max"]
 
 
 def concepts(
-    sae: Annotated[str, typer.Argument(metavar="SAE", help="Folder, file or hub repository; 'example' is bundled.")],
+    sae: Annotated[
+        str, typer.Argument(metavar="SAE", help="Folder, file, hub repository or model package; 'example' is bundled.")
+    ],
     images: Annotated[str, typer.Option(help="Photos: a folder, parquet file, webdataset tar, or HF dataset.")],
-    tower: Annotated[str, typer.Option(help="Hub name or folder of the tower that the SAE reads; 'lab' is the lab's.")],
+    tower: Annotated[
+        str, typer.Option(help="Hub name, folder or model package of the vision tower that the SAE was trained on.")
+    ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for sheet and page.  [dim]\\[default: the SAE's][/]")
+        Path | None, typer.Option("--output", "-o", help="Folder of the results. Default: the folder of the SAE.")
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Concepts on the sheet.")] = 24,
-    page: Annotated[int, typer.Option(min=1, help="Concepts on the page.")] = 240,
-    latents: Annotated[str | None, typer.Option(help="Only these latents: 3,17.")] = None,
-    rank: Annotated[str, typer.Option(help="Which concepts, and in which order: usage, monosemanticity or lift.")] = (
-        "usage"
-    ),
-    judge: Annotated[
-        str | None,
-        typer.Option(help="Tower that says how alike photos are.  [dim]\\[default: the tower itself][/]"),
+    top: Annotated[int, typer.Option(min=1, help=f"Concepts on the sheet ({SHEET}).")] = 24,
+    page: Annotated[int, typer.Option(min=1, help=f"Concepts on the dashboard ({DASHBOARD}).")] = 240,
+    latents: Annotated[str | None, typer.Option(help="Show only these latents, separated by commas: 3,17.")] = None,
+    rank: Annotated[RankChoice, typer.Option(help="Order of the concepts; lift needs captions.")] = "usage",
+    embedder: Annotated[
+        str | None, typer.Option(help="Tower that measures the similarity of photos. Default: --tower.")
     ] = None,
-    judge_block: Annotated[int | None, typer.Option(help="Block that the judge is tapped after.")] = None,
+    embedder_block: Annotated[
+        int | None, typer.Option(help="Zero-based block of the embedder whose output is used.")
+    ] = None,
     pool: Annotated[
-        str, typer.Option(help="Activation of a photo, for monosemanticity: mean or max over its patches.")
+        PoolChoice, typer.Option(help="Activation of a photo in the monosemanticity: mean or max over its patches.")
     ] = "mean",
-    keep: Annotated[int, typer.Option(min=1, help="Photos kept for each latent, and used to name it.")] = 16,
-    limit: Annotated[int | None, typer.Option(min=1, help="Look at the first photos only.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Photos looked at together.")] = 16,
-    padding: Annotated[
-        str, typer.Option(help="crop: as the tower's processor does it; square: pad first, so that nothing is cut.")
-    ] = "crop",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
+    keep: Annotated[int, typer.Option(min=1, help="Top photos per latent, which are also used to name it.")] = 16,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N photos.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Photos per forward pass of the tower.")] = 16,
+    padding: PaddingOption = "crop",
+    device: DeviceOption = "auto",
 ) -> None:
-    """Show what fires the concepts of an SAE: a sheet, a page, scores, and names where photos have captions."""
+    """Show the top activating photos of the latents of an SAE, score their monosemanticity, and name them.
+
+    Writes a sheet and an HTML dashboard. Names need photos with captions or labels; they are saved next to the SAE. Run
+    the same command again to continue an interrupted run.
+    """
+    # Validate the options before loading the tower.
+    if embedder is None and embedder_block is not None:
+        raise BadParameter("--embedder-block selects a block of the embedder. Give one: --embedder TOWER.")
+    folder, loaded = _open_sae(sae, output)
+    target = _check_writable(output or folder)
+    selected = _parse_latents(latents, loaded.latents)
+
     from torino.datasets import open_photos
 
-    # Whatever can be wrong without the tower is said before the tower is fetched.
-    if rank not in RANKS:
-        raise BadParameter(f"--rank must be usage, monosemanticity or lift, got {rank!r}.")
-    if pool not in ("mean", "max"):
-        raise BadParameter(f"--pool must be mean or max, got {pool!r}.")
-    if padding not in ("crop", "square"):
-        raise BadParameter(f"--padding must be crop or square, got {padding!r}.")
-    if judge is None and judge_block is not None:
-        raise BadParameter("--judge-block chooses a block of the judge. Say which one: --judge TOWER.")
-    folder, loaded = _open_sae(sae, output)
-    target = _writable(output or folder)
-    wanted = _numbers(latents, loaded.latents)
     photos = open_photos(images, limit=limit)
-    _enough(len(photos), keep)
-    if rank == "lift" and not _said(photos):
-        raise BadParameter(f"--rank lift takes names, and the photos of {images} have no captions or labels.")
-    opened, other = _towers(loaded, tower, judge, judge_block, device)
-    from torino.interpret.photos import Looking
+    if len(photos) <= keep:
+        raise BadParameter(
+            f"Comparing the top {keep} photos of each latent with the others needs more than {keep} photos, and "
+            f"{images} has {len(photos)}. Give more photos, or a smaller --keep."
+        )
+    if rank == "lift" and not _has_captions(photos):
+        raise BadParameter(f"--rank lift needs names, and the photos of {images} have no captions or labels.")
+    opened, other = _open_towers(loaded, tower, embedder, embedder_block, device)
 
-    looking = Looking(photos, opened, other, padding=padding)  # type: ignore[arg-type]: checked above
-    try:
-        evidence = _gather(loaded, looking, folder, keep, pool, batch)
-    except KeyboardInterrupt:
-        errors.print("Stopped. Run the same command again to go on.")
-        raise typer.Exit(130) from None
-    texts = looking.texts()
-    names = _names(folder, loaded, evidence, texts)
-    from torino.interpret.dashboard import write_page
-    from torino.interpret.sheet import concepts as choose
-    from torino.interpret.sheet import draw_concepts, shrunk
+    from torino.interpret.dashboard import write_dashboard
+    from torino.interpret.photos import PhotoReader
+    from torino.interpret.sheet import draw_concept_sheet, resize_longest_side, select_concepts
     from torino.viz.draw import save_picture
 
+    reader = PhotoReader(photos, opened, other, padding=padding)
+    try:
+        activations = _collect(loaded, reader, folder, keep, pool, batch)
+    except KeyboardInterrupt:
+        errors.print("Stopped. Run the same command again to continue.")
+        raise typer.Exit(130) from None
+    texts = reader.get_texts()
+    names = _name_concepts(folder, loaded, activations, texts)
+
     @lru_cache(2048)  # 85 kB each
-    def picture(photo: int) -> Image:
-        return shrunk(looking.picture(photo), 168)
+    def load_photo(photo: int) -> Image:
+        return resize_longest_side(reader.get_picture(photo), THUMBNAIL)
 
     title = f"Concepts of {loaded.card.name or Path(sae).name}"
-    shown = choose(evidence, names, latents=wanted, top=max(top, page), rank=rank)  # type: ignore[arg-type]: checked
+    summaries = select_concepts(activations, names, latents=selected, top=max(top, page), rank=rank)
     with errors.status("Drawing …"):
-        save_picture(draw_concepts(evidence, shown[:top], picture, title=title), target / SHEET)
-        write_page(target / PAGE, loaded, evidence, shown[:page], picture, title=title, sort=rank, texts=texts)
-    _print(evidence, shown)
-    for file in (target / SHEET, target / PAGE):
+        save_picture(draw_concept_sheet(activations, summaries[:top], load_photo, title=title), target / SHEET)
+        write_dashboard(
+            target / DASHBOARD,
+            loaded,
+            activations,
+            summaries[:page],
+            load_photo,
+            title=title,
+            sort=rank,
+            texts=texts,
+        )
+    _print_summary(activations, summaries)
+    for file in (target / SHEET, target / DASHBOARD):
         out.print(f"Wrote {escape(str(file))}", highlight=False, soft_wrap=True)
 
 
 def _open_sae(name: str, output: Path | None) -> tuple[Path, SAE]:
-    """The SAE, and the folder for what is found out about it: its own, or the output where that is not ours."""
+    """Return the folder for the results, and the SAE: its own folder, or the output if that one is not writable."""
     from torino.sae.formats.locate import locate
-    from torino.sae.model import SAE
 
-    if name == "example" or not Path(name).expanduser().exists():
-        from torino.datasets.bundled import example_sae
+    if name == NO_SAE:
+        raise BadParameter("torino concepts describes the latents of an SAE, so SAE cannot be none.")
+    if Path(name).expanduser().exists():
+        folder = locate(name).parent
+        reason = "" if os.access(folder, os.W_OK) else f"{folder} is read-only"
+    else:
+        folder = Path()
+        reason = f"{name} is not a local folder"
+    loaded = cast("SAE", load_sae(name, decoder=True))
+    if not reason:
+        return folder, loaded
+    if output is None:
+        raise BadParameter(f"{reason}, so give a folder for the results: -o FOLDER.")
+    return output, loaded
 
-        loaded = example_sae() if name == "example" else SAE.load(name)
-        if output is None:
-            raise BadParameter(f"{name} is not a local folder, so say where to write what is found: -o FOLDER.")
-        return output, loaded
-    loaded = SAE.load(name)
-    folder = locate(name).parent
-    if not os.access(folder, os.W_OK):
-        if output is None:
-            raise BadParameter(f"{folder} is read-only, so say where to write what is found: -o FOLDER.")
-        return output, loaded
-    return folder, loaded
 
-
-def _writable(folder: Path) -> Path:
-    """A folder that can be written to, said before hours are spent."""
+def _check_writable(folder: Path) -> Path:
+    """Create a folder if needed, and refuse it if nothing can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -153,29 +177,21 @@ def _writable(folder: Path) -> Path:
     return folder
 
 
-def _numbers(latents: str | None, of: int) -> list[int] | None:
-    """Read a list such as ``3,17``."""
-    if latents is None:
+def _parse_latents(text: str | None, latents: int) -> list[int] | None:
+    """Parse a list such as ``3,17``."""
+    if text is None:
         return None
-    parts = [part.strip() for part in latents.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise BadParameter(f"--latents takes whole numbers with commas, such as 3,17; got {latents!r}.")
-    numbers = [int(part) for part in parts]
-    if max(numbers) >= of:
-        raise BadParameter(f"--latents asks for {max(numbers)}, and this SAE has {of} latents, numbered from 0.")
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise BadParameter(f"--latents takes whole numbers separated by commas, such as 3,17, got {text!r}.")
+    numbers = [int(word) for word in words]
+    if max(numbers) >= latents:
+        raise BadParameter(f"--latents contains {max(numbers)}, but this SAE has {latents} latents, numbered from 0.")
     return numbers
 
 
-def _enough(photos: int, keep: int) -> None:
-    if photos <= keep:
-        raise BadParameter(
-            f"The {keep} strongest photos of each concept are compared with the others, and there are {photos} in all. "
-            f"Give more photos, or a smaller --keep."
-        )
-
-
-def _said(photos: Photos) -> bool:
-    """Whether any photo has a caption or label; one that cannot be read has none."""
+def _has_captions(photos: Photos) -> bool:
+    """Return whether any readable photo has a caption or label."""
     for index in range(len(photos)):
         with suppress(BadFile, OSError):
             if photos[index].texts:
@@ -183,130 +199,71 @@ def _said(photos: Photos) -> bool:
     return False
 
 
-def _towers(sae: SAE, name: str, judge: str | None, judge_block: int | None, device: str) -> tuple[Tower, Tower | None]:
-    """The tower that the SAE reads, and the judge if it is another one."""
-    from torino.vlm.towers import transformers
+def _open_towers(
+    sae: SAE, name: str, embedder: str | None, embedder_block: int | None, device: str
+) -> tuple[Tower, Tower | None]:
+    """Load the tower of the SAE, and the embedder if it is another one."""
+    from torino.vlm.towers import load_tower
 
-    library = transformers()
-    library.logging.set_verbosity_error()
-    library.logging.disable_progress_bar()
-    with errors.status(f"Opening {escape(name)} …"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers
-        opened = _tower(name, sae.card.block, device)
+    with errors.status(f"Loading {escape(name)} …"), quiet_transformers():
+        opened = load_tower(name, block=sae.card.block, device=device)
         sae.check_origin(opened.origin, opened.width)
-        other = None if judge is None else _tower(judge, judge_block, device)
+        other = None if embedder is None else load_tower(embedder, block=embedder_block, device=device)
     sae.to(next(opened.model.parameters()).device)
     return opened, other
 
 
-def _tower(name: str, block: int | None, device: str) -> Tower:
-    from torino.vlm.towers import load_tower
+def _collect(sae: SAE, reader: PhotoReader, folder: Path, keep: int, pool: PoolChoice, batch: int) -> TopActivations:
+    from torino.interpret.top_activations import collect_top_activations
 
-    if name == "lab":
-        from torino_lab.tower import lab_tower
-
-        return lab_tower(device=device) if block is None else lab_tower(block, device=device)
-    return load_tower(name, block=block, device=device)
-
-
-def _gather(sae: SAE, looking: Looking, folder: Path, keep: int, pool: str, batch: int) -> Evidence:
-    from torino.interpret.top_activations import gather
-
-    with _Shown(len(looking), batch) as shown:
-        evidence = gather(
+    with progress(errors, {"photos": len(reader)}) as update:
+        activations = collect_top_activations(
             sae,
-            looking,
+            reader,
             keep=keep,
-            pool=pool,  # type: ignore[arg-type]: checked above
+            pool=pool,
             batch=batch,
-            into=folder,
-            progress=shown.update,
+            output=folder,
+            progress=lambda done, total: update("photos", done, total),
         )
-    if evidence.skipped:
-        first = next(iter(evidence.skipped.values()))
-        _note(f"{len(evidence.skipped)} photos could not be read and were left out. The first: {first}")
-    return evidence
+    if activations.skipped:
+        reason = next(iter(activations.skipped.values()))
+        note(f"{len(activations.skipped)} photos could not be read and were skipped. First error: {reason}")
+    return activations
 
 
-class _Shown:
-    """The progress bar; a line a minute where there is no terminal."""
-
-    def __init__(self, total: int, batch: int) -> None:
-        self._total, self._batch = total, batch
-        rate = TextColumn("{task.fields[rate]}")
-        self._bar = Progress(
-            TextColumn("Looking"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            rate,
-            TimeRemainingColumn(),
-            console=errors,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=total, rate="")
-        self._start, self._began = 0, monotonic()
-        self._told = self._began
-
-    def __enter__(self) -> _Shown:
-        if errors.is_terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if errors.is_terminal:
-            self._bar.stop()
-
-    def update(self, done: int, of: int) -> None:
-        """Tell how many photos are done."""
-        now = monotonic()
-        if self._start == 0 and done > self._batch:  # taken up where an earlier run was stopped
-            self._start = done - self._batch
-            self._bar.reset(self._task, total=of, completed=self._start, rate="")
-        rate = (done - self._start) / max(now - self._began, 1e-9)
-        self._bar.update(self._task, completed=done, rate=f"{rate:.1f} images/s")
-        if not errors.is_terminal and now - self._told > LINE_EVERY:
-            self._told = now
-            left = (of - done) / rate / 60
-            _say(f"{done:,} of {of:,} photos, {rate:.1f} images/s, {left:.0f} minutes left")
-
-
-def _say(line: str) -> None:
-    errors.print(escape(line), highlight=False, soft_wrap=True)
-
-
-def _note(line: str) -> None:
-    errors.print(f"[yellow]note:[/] {escape(line)}", highlight=False, soft_wrap=True)
-
-
-def _names(folder: Path, sae: SAE, evidence: Evidence, texts: list[tuple[str, ...]]) -> dict[int, ConceptName]:
-    """Name the concepts where there are words for it, and keep the names beside the SAE."""
+def _name_concepts(
+    folder: Path, sae: SAE, activations: TopActivations, texts: list[tuple[str, ...]]
+) -> dict[int, ConceptName]:
+    """Name the concepts if the photos have captions, and save the names next to the SAE."""
     from torino.interpret.naming import name_concepts, save_names
 
     if not any(texts):
-        _note("The photos have no captions or labels, so concepts stay unnamed.")
+        note("The photos have no captions or labels, so concepts stay unnamed.")
         return {}
-    names = name_concepts(evidence, texts)
-    save_names(folder, names, evidence)
-    sae.names = {latent: one.name for latent, one in names.items()}
+    names = name_concepts(activations, texts)
+    save_names(folder, names, activations)
+    sae.names = {latent: name.name for latent, name in names.items()}
     return names
 
 
-def _print(evidence: Evidence, shown: list[Concept]) -> None:
+def _print_summary(activations: TopActivations, summaries: list[ConceptSummary]) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("latent", "name", "of patches", "of photos", "monosemanticity", "lift"):
         table.add_column(heading, justify="left" if heading == "name" else "right")
-    for one in shown[:10]:
+    for concept in summaries[:SHOWN_ROWS]:
         table.add_row(
-            str(one.latent),
-            escape(one.name.name) if one.name else "",
-            f"{one.usage:.2%}",
-            f"{one.photos:.1%}",
-            f"{one.monosemanticity:.3f}" if one.monosemanticity == one.monosemanticity else "",
-            f"{one.name.lift:.1f}" if one.name else "",
+            str(concept.latent),
+            escape(concept.name.name) if concept.name else "",
+            f"{concept.patch_share:.2%}",
+            f"{concept.photo_share:.1%}",
+            "" if isnan(concept.monosemanticity) else f"{concept.monosemanticity:.3f}",
+            f"{concept.name.lift:.1f}" if concept.name else "",
         )
-    if len(shown) > 10:
-        table.add_row("…", f"{len(shown) - 10} more", "", "", "", "")
+    if len(summaries) > SHOWN_ROWS:
+        table.add_row("…", f"{len(summaries) - SHOWN_ROWS} more", "", "", "", "")
     out.print(table)
-    scores = str(evidence.monosemanticity)
-    out.print(f"{evidence.photos} photos, judged by the {escape(evidence.about['judge'])}", highlight=False)
+    embedding = escape(activations.metadata["embedding"])
+    out.print(f"{activations.photos} photos; similarity by the {embedding}", highlight=False, soft_wrap=True)
+    scores = str(activations.monosemanticity)
     out.print(scores[0].upper() + scores[1:] + ".", highlight=False, soft_wrap=True)

@@ -1,213 +1,308 @@
-"""The command ``torino look``: one picture, its concepts, and what is left of its tokens."""
+"""The command ``torino look``: reduce the tokens of one image with any method and draw the result."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from torino.cli._common import LAB, hushed, one_picture, open_sae, picture_file, split_pairs
+from torino.cli._common import (
+    LAB,
+    DeviceOption,
+    ImageArgument,
+    JsonOption,
+    PaddingChoice,
+    PaddingOption,
+    SaeOption,
+    check_image_path,
+    default_sae,
+    errors,
+    examples,
+    load_sae,
+    missing_sae,
+    open_single_image,
+    out,
+    parse_budgets,
+    parse_pairs,
+    parse_share,
+    quiet_transformers,
+    reads_concepts,
+)
 from torino.core.errors import BadParameter
 
-if TYPE_CHECKING:  # torch, Pillow and transformers are only fetched by those who look
-    from collections.abc import Mapping
-
+if TYPE_CHECKING:  # imported in functions, so that torino --help stays fast
+    from torino.core.concepts import ConceptEncoder
     from torino.core.reduction import Reduction
+    from torino.reducers import Reducer
     from torino.vlm.towers import Tower
 
-out = Console()
-errors = Console(stderr=True)
-
-EPILOG = (
-    "Examples: [cyan]torino look[/] (a bundled photo) · [cyan]torino look photo.jpg -o photo-look.png --show[/] · "
-    '[cyan]torino look photo.jpg --method torino-p --pairs "2,1 2,2 4,4"[/] · '
-    "[cyan]torino look photo.jpg --tower openai/clip-vit-large-patch14-336 --block 22 --sae ./my-sae[/]"
+EPILOG = examples(
+    "torino look",
+    "torino look photo.jpg -o photo-look.png --show",
+    "torino look photo.jpg --method torino-p --kd 2,1 --kd 2,2",
+    "torino look photo.jpg --method visionzip --budget 64,128,192",
+    "torino look photo.jpg --method tome-tower --keep 25%",
+    "torino look photo.jpg --tower ./clip --block 22 --sae ./my-sae",
 )
-METHODS = ("torino-m", "torino-p")
-PICTURE = Path("look.png")
-LARGEST = 4  # groups that are told of each setting
+DEFAULT_IMAGE = "astronaut"
+DEFAULT_OUTPUT = Path("look.png")
+DEFAULT_PAIRS = ((1, 1), (2, 2), (3, 3))
+DEFAULT_SHARES = (0.5, 0.25, 0.125)  # for methods without a default number of tokens
+PLACEHOLDER_BUDGET = 1 << 20  # of a reducer whose budget KeepShare sets for each image
+LARGEST_GROUPS = 4  # groups listed for each setting
+QUESTION_SIGNALS = {"joint", "text"}
+
+
+@dataclass(frozen=True)
+class LookSetting:
+    """Hyperparameters of one row of the picture; None where the default of the method applies."""
+
+    k: int | None = None
+    delta: int | None = None
+    budget: int | None = None
+    keep: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Short text for a heading."""
+        parts = [] if self.k is None else [f"k = {self.k}, δ = {self.delta}"]
+        parts += [] if self.budget is None else [f"budget = {self.budget}"]
+        parts += [] if self.keep is None else [f"keep = {100 * self.keep:.4g}%"]
+        return ", ".join(parts)
+
+    def build(self, method: str, encoder: ConceptEncoder | None) -> Reducer:
+        """Build the reducer of this setting."""
+        from torino.reducers import KeepShare, make
+
+        budget = PLACEHOLDER_BUDGET if self.keep is not None else self.budget
+        given = {"sae": encoder, "k": self.k, "delta": self.delta, "budget": budget}
+        reducer = make(method, **{name: value for name, value in given.items() if value is not None})
+        return reducer if self.keep is None else KeepShare(reducer, self.keep)
 
 
 def look(
-    image: Annotated[
-        str | None,
-        typer.Argument(metavar="IMAGE", help="An image file, or astronaut (if left out), coffee, chelsea or rocket."),
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .jpg or .webp.")] = PICTURE,
+    image: ImageArgument = DEFAULT_IMAGE,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Picture to write: .png, .jpg or .webp.")
+    ] = DEFAULT_OUTPUT,
     method: Annotated[
-        str, typer.Option(help="torino-m merges the patches of a group, torino-p keeps one of them.")
+        str, typer.Option(help="Any method of torino list by name or with options in brackets.")
     ] = "torino-m",
-    pairs: Annotated[
-        str, typer.Option(help="Pairs k,delta, separated by spaces, each a row of the picture.")
-    ] = "1,1 2,2 3,3",
-    sae: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder, file or hub repository of the SAE; 'lab' is that of --tower lab, which takes it by itself; "
-            "'raw' is the no-SAE ablation."
-        ),
+    kd: Annotated[
+        list[str] | None,
+        typer.Option(metavar="K,D", help="k,delta of a torino method; can be repeated. Default: 1,1 2,2 3,3."),
     ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="N", help="Number of tokens, or several separated by commas: 64,128.")
+    ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(metavar="SHARE", help="Share of the patches, or several separated by commas: 25%,50%."),
+    ] = None,
+    sae: SaeOption = None,
     tower: Annotated[
-        str, typer.Option(help="Hub name or folder of a vision tower; 'lab' is the one that comes with torino.")
+        str, typer.Option(help="Hub name or folder of a vision tower or of a model with one, or a model package.")
     ] = LAB,
     block: Annotated[
-        int | None, typer.Option(help="Block whose output is tapped; by default the one that the SAE was trained on.")
+        int | None, typer.Option(help="Zero-based block whose output is used. Default: the block of the SAE.")
     ] = None,
-    padding: Annotated[
-        str, typer.Option(help="crop: as the tower's processor does it; square: pad first, so that nothing is cut.")
-    ] = "crop",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
-    show: Annotated[bool, typer.Option("--show", help="Also draw the groups here in the terminal.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    padding: PaddingOption = "crop",
+    device: DeviceOption = "auto",
+    show: Annotated[bool, typer.Option("--show", help="Also draw the groups in the terminal.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Look at an image: which patches share concepts, and how few tokens are left of it.
+    """Reduce the tokens of one image, print the token counts and draw the result. No language model is run.
 
-    Prints the counts for each pair of k and delta, and writes a picture. No language model is asked.
+    Each --kd, --budget or --keep is a row of the picture.
     """
-    # Whatever can be wrong without the tower is said before it is fetched.
-    if padding not in ("crop", "square"):
-        raise BadParameter(f"--padding must be crop or square, got {padding!r}.")
-    if method not in METHODS:
-        raise BadParameter(f"--method must be {' or '.join(METHODS)}, got {method!r}. Others: torino compare.")
-    wanted = split_pairs(pairs)
-    if not wanted:
-        raise BadParameter("There is no pair to look at. Give at least one, such as --pairs '2,2'.")
-    picture_file("--output", output)
-    if sae is None and tower != LAB:
-        raise BadParameter(
-            f"Say which SAE reads the tokens of {tower}: --sae FOLDER, --sae owner/repository, or --sae raw for none."
-        )
-    with errors.status("Starting …") as told:
-        from torino_lab.shipped import lab_photo
-
-        from torino.core.explanation import names_of
+    # Validate the options before loading the tower.
+    check_image_path("--output", output)
+    settings = _parse_settings(method, kd or [], budget, keep)
+    with errors.status("Loading …") as status:
+        from torino.core.explanation import concept_names
         from torino.datasets.images import prepare
-        from torino.vlm.towers import device_of
+        from torino.viz.draw import save_picture
+        from torino.viz.figures import draw_look
 
-        source = str(lab_photo() if image is None else image)
-        picture = one_picture(source)
-        prepare(picture, padding)  # type: ignore[arg-type]: checked above
-        encoder: Any = open_sae(sae or LAB, device=device_of(device))
-        with hushed():
-            told.update(f"Opening the tower {escape(tower)} …")
-            opened = _open(tower, block, encoder, device)
-            told.update("Looking …")
-            plans = _plans(opened, picture, encoder, method, wanted, padding)
-            photo = _seen(opened, picture, padding)
-        told.update("Drawing …")
-        words = names_of(next(iter(plans.values()))[0])
-        shown = [(f"k = {k}, δ = {delta}", plan) for (k, delta), (_, plan) in plans.items()]
-        _draw(output, photo, shown, words, f"{Path(source).stem} · {opened.origin} · {method}")
-    rows = [_facts(k, delta, plan, words) for (k, delta), (_, plan) in plans.items()]
+        picture = open_single_image(image)
+        prepare(picture, padding)
+        encoder = _open_encoder(method, sae, tower, device)
+        settings = settings or _default_settings(method, encoder)
+        reducers = [setting.build(method, encoder) for setting in settings]
+        with quiet_transformers():
+            status.update(f"Loading the tower {escape(tower)} …")
+            opened = _open_tower(tower, block, encoder, device)
+            status.update("Reducing …")
+            plans = _reduce(opened, picture, reducers, padding)
+            photo = _processed_picture(opened, picture, padding)
+        status.update("Drawing …")
+        names = concept_names(reducers[0])
+        rows = [(setting.label or plan.by, plan) for setting, plan in zip(settings, plans, strict=True)]
+        title = f"{Path(image).stem} · {opened.origin} · {method}"
+        save_picture(draw_look(photo, rows, title=title, names=names), output)
+    summaries = [_summarize(setting, plan, names) for setting, plan in zip(settings, plans, strict=True)]
+    patches = plans[0].patches
     if as_json:
-        facts = {
-            "image": source,
+        report = {
+            "image": image,
             "method": method,
             "tower": str(opened.origin),
-            "patches": shown[0][1].patches,
-            "settings": rows,
+            "patches": patches,
+            "settings": summaries,
             "picture": str(output),
         }
-        out.print_json(json.dumps(facts))
+        out.print_json(json.dumps(report))
         return
-    _print(rows, shown[0][1].patches, Path(source).name, str(opened.origin), method)
+    heading = f"[bold]{escape(Path(image).name)}[/]: {patches} patches of {escape(str(opened.origin))}"
+    out.print(f"{heading}, reduced by {escape(method)}", highlight=False, soft_wrap=True)
+    out.print(_table(summaries))
     if show:
         from torino.viz.terminal import draw_groups
 
-        out.print(draw_groups([(heading.replace(" ", ""), plan) for heading, plan in shown], out.width, words))
-    out.print(f"Drew the groups, the kept patches and what is left to {escape(str(output))}.", highlight=False)
+        out.print(draw_groups([(label.replace(" ", ""), plan) for label, plan in rows], out.width, names))
+    out.print(f"Wrote {escape(str(output))}", highlight=False, soft_wrap=True)
 
 
-def _open(name: str, block: int | None, encoder: Any, device: str) -> Tower:
-    """The tower, tapped where the SAE was trained unless told otherwise."""
-    from torino_lab.tower import lab_tower
+# ---------------------------------------------------------------------- options
 
+
+def _parse_settings(method: str, kd: Sequence[str], budget: str | None, keep: str | None) -> list[LookSetting]:
+    """Check the method, and return one setting for each combination of the given options; none if none is given."""
+    from torino.reducers import get
+
+    reducer = get(method.partition("(")[0].strip())
+    if QUESTION_SIGNALS & reducer.needs:
+        raise BadParameter(
+            f"{reducer.name} selects patches by the question, and torino look has none. Use torino ask with it."
+        )
+    if kd and not {"k", "delta"} <= set(_parameters(method)):
+        raise BadParameter(f"--kd sets k and delta, which {reducer.name} does not have. Use --budget or --keep.")
+    pairs = [pair for text in kd for pair in parse_pairs(text)]
+    sizes = [] if budget is None else [LookSetting(budget=count) for count in parse_budgets("--budget", budget)]
+    sizes += [] if keep is None else [LookSetting(keep=parse_share(word.strip())) for word in keep.split(",")]
+    if not pairs:
+        return sizes
+    return [LookSetting(k, delta, size.budget, size.keep) for k, delta in pairs for size in sizes or [LookSetting()]]
+
+
+def _parameters(method: str) -> Mapping[str, Any]:
+    """Return the hyperparameters of a method by name."""
+    from torino.reducers import get
+
+    return getattr(get(method.partition("(")[0].strip()), "__dataclass_fields__", {})
+
+
+def _default_settings(method: str, encoder: ConceptEncoder | None) -> list[LookSetting]:
+    """Return the settings to use if no option is given."""
+    arguments = method.partition("(")[2]
+    if {"k", "delta"} <= set(_parameters(method)) and not re.search(r"\b(k|delta|budget)\s*=", arguments):
+        return [LookSetting(k, delta) for k, delta in DEFAULT_PAIRS]
+    try:
+        LookSetting().build(method, encoder)
+    except BadParameter:  # the method requires a budget; an error in the spec is raised again when it is built
+        return [LookSetting(keep=share) for share in DEFAULT_SHARES]
+    return [LookSetting()]
+
+
+# ---------------------------------------------------------------------- loading and reducing
+
+
+def _open_encoder(method: str, sae: str | None, tower: str, device: str) -> ConceptEncoder | None:
+    """Load the SAE if the method reads concepts; by default the one that belongs to the tower."""
+    from torino.core.device import resolve_device
+
+    if not reads_concepts(method):
+        if sae is not None:
+            raise BadParameter(f"{method} reads no concepts, so --sae has no effect. Omit it.")
+        return None
+    name = default_sae(method, tower) if sae is None else sae
+    if name is None:
+        raise missing_sae(method)
+    return load_sae(name, device=resolve_device(device))
+
+
+def _open_tower(name: str, block: int | None, encoder: ConceptEncoder | None, device: str) -> Tower:
+    """Load the tower, with the block that the SAE was trained on unless another one is given."""
     from torino.vlm.towers import load_tower
 
-    if block is None:
-        block = getattr(getattr(encoder, "card", None), "block", None)
-    if name == LAB:
-        return lab_tower(device=device) if block is None else lab_tower(block, device=device)
-    return load_tower(name, block=block, device=device)
+    card = getattr(encoder, "card", None)
+    return load_tower(name, block=getattr(card, "block", None) if block is None else block, device=device)
 
 
-def _plans(
-    tower: Tower, picture: Any, encoder: Any, method: str, pairs: list[tuple[int, int]], padding: Any
-) -> dict[tuple[int, int], tuple[Any, Reduction]]:
-    """One look of the tower, and what each pair makes of it."""
-    from torino.reducers import make
-
-    (tokens,) = tower.look(picture, padding=padding)
-    reducers = {pair: make(method, sae=encoder, k=pair[0], delta=pair[1]) for pair in pairs}
-    return {pair: (reducer, reducer.plan(tokens)) for pair, reducer in reducers.items()}
+def _reduce(tower: Tower, picture: Any, reducers: Sequence[Reducer], padding: PaddingChoice) -> list[Reduction]:
+    """Run the tower, once for all methods that work on its output, and return the reduction of each reducer."""
+    if reducers[0].in_tower:
+        return [tower.reduce(picture, reducer, padding=padding)[0][1] for reducer in reducers]
+    (tokens,) = tower.encode(picture, reducers[0].needs, padding=padding)
+    return [reducer.plan(tokens) for reducer in reducers]
 
 
-def _seen(tower: Tower, picture: Any, padding: Any) -> Any:
-    """The picture as the tower saw it, scaled and cropped."""
-    from torino.datasets.images import as_seen, mean_colour, prepare
+def _processed_picture(tower: Tower, picture: Any, padding: PaddingChoice) -> Any:
+    """Return the picture as the tower sees it, scaled and cropped."""
+    from torino.datasets.images import as_seen, mean_color, prepare
 
-    prepared = prepare(picture, padding, mean_colour(tower.processor))
+    prepared = prepare(picture, padding, mean_color(tower.processor))
     return as_seen(tower.processor(images=[prepared], return_tensors="pt"), tower.processor, [prepared])[0]
 
 
-def _draw(path: Path, photo: Any, shown: list[tuple[str, Reduction]], words: Mapping[int, str], title: str) -> None:
-    from torino.viz.draw import save_picture
-    from torino.viz.figures import draw_look
-
-    save_picture(draw_look(photo, shown, title=title, names=words), path)
+# ---------------------------------------------------------------------- output
 
 
-def _facts(k: int, delta: int, plan: Reduction, words: Mapping[int, str]) -> dict[str, Any]:
-    """What became of the tokens under one pair."""
+def _summarize(setting: LookSetting, plan: Reduction, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return the token counts and the largest groups of a reduction."""
     sizes: list[int] = plan.assigned[plan.assigned >= 0].bincount(minlength=len(plan)).tolist()
-    largest = sorted(range(len(plan)), key=lambda token: (-sizes[token], token))[:LARGEST]
-    groups = [
-        {
-            "patches": sizes[token],
-            "concept": None if int(plan.concept[token]) < 0 else int(plan.concept[token]),
-            "name": words.get(int(plan.concept[token])),
-        }
-        for token in largest
-    ]
+    largest = sorted(range(len(plan)), key=lambda token: (-sizes[token], token))[:LARGEST_GROUPS]
+    given = {name: value for name, value in vars(setting).items() if value is not None}
     return {
-        "k": k,
-        "delta": delta,
+        "spec": plan.by,
+        **given,
         "tokens": len(plan),
         "removed": round(1 - len(plan) / plan.patches, 4),
-        "alone": sum(size == 1 for size in sizes),
-        "largest": groups,
+        "single": sum(size == 1 for size in sizes),
+        "largest": [
+            {
+                "patches": sizes[token],
+                "concept": None if int(plan.concept[token]) < 0 else int(plan.concept[token]),
+                "name": names.get(int(plan.concept[token])),
+            }
+            for token in largest
+        ],
     }
 
 
-def _print(rows: list[dict[str, Any]], patches: int, name: str, tower: str, method: str) -> None:
-    out.print(
-        f"[bold]{escape(name)}[/]: {patches} patches of {escape(tower)}, grouped by {method}",
-        highlight=False,
-        soft_wrap=True,
-    )
+def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for heading in ("k", "δ", "tokens", "removed", "alone"):
+    headings = {"k": "k", "delta": "δ", "budget": "budget", "keep": "keep"}
+    given = [name for name in headings if any(name in summary for summary in summaries)]
+    for heading in (*(headings[name] for name in given), "tokens", "removed", "single patches"):
         table.add_column(heading, justify="right")
     table.add_column("largest groups, in patches")
-    for row in rows:
-        groups = ", ".join(_group(one) for one in row["largest"] if one["patches"] > 1)
+    for summary in summaries:
+        groups = ", ".join(_format_group(group) for group in summary["largest"] if group["patches"] > 1)
         table.add_row(
-            str(row["k"]),
-            str(row["delta"]),
-            f"[bold]{row['tokens']}[/]",
-            f"{row['removed']:.1%}",
-            str(row["alone"]),
-            groups or "none of more than one",
+            *(_format_option(name, summary.get(name)) for name in given),
+            f"[bold]{summary['tokens']}[/]",
+            f"{summary['removed']:.1%}",
+            str(summary["single"]),
+            groups or "none",
         )
-    out.print(table)
+    return table
 
 
-def _group(one: Mapping[str, Any]) -> str:
-    if one["name"]:
-        return f"{one['patches']} {escape(one['name'])}"
-    return str(one["patches"]) if one["concept"] is None else f"{one['patches']} [dim]#{one['concept']}[/]"
+def _format_option(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{100 * value:.4g}%" if name == "keep" else str(value)
+
+
+def _format_group(group: Mapping[str, Any]) -> str:
+    if group["name"]:
+        return f"{group['patches']} {escape(group['name'])}"
+    return str(group["patches"]) if group["concept"] is None else f"{group['patches']} [dim]#{group['concept']}[/]"

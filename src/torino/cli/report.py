@@ -1,85 +1,87 @@
-"""The commands ``torino report`` and ``torino plot``: tables and figures of what runs found."""
+"""``torino report`` and ``torino plot``: tables and figures of evaluation runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from torino.cli._common import split_words
+from torino.cli._common import errors, examples, out, split_list
 from torino.core.errors import BadFile, BadParameter, TorinoError
 
-out = Console()
-errors = Console(stderr=True)
+if TYPE_CHECKING:
+    from torino.evaluation.reporting.figures import FigureExample, Point
+    from torino.evaluation.reporting.summary import Summary
 
-REPORT_EPILOG = (
-    "Examples: [cyan]torino report runs/llava[/] · [cyan]torino report runs/llava --against paper -o report[/] · "
-    "[cyan]torino report runs/llava --against paper:llava-1.5-13b-x64 --versus visionzip --by image[/] · "
-    "[cyan]torino report runs/llava --tasks GQA,POPE -o two[/]"
+REPORT_EPILOG = examples(
+    "torino report runs/llava",
+    "torino report runs/llava --against paper -o report",
+    "torino report runs/llava --against paper:llava-1.5-13b-x64 --versus visionzip --by image",
+    "torino report runs/llava --tasks GQA,POPE -o two",
 )
-PLOT_EPILOG = (
-    "Examples: [cyan]torino plot runs/llava -o figures[/] · "
-    "[cyan]torino plot runs/x4 runs/x64 --kind pareto -o figures[/] · "
-    "[cyan]torino plot runs/llava --kind qualitative --tier 64 --samples POPE:3,GQA:17 -o figures[/] · "
-    "[cyan]torino plot bench.json --format pdf -o figures[/] · "
-    "[cyan]torino plot paper -o figures[/], of the paper's own tables"
+PLOT_EPILOG = examples(
+    "torino plot runs/llava -o figures",
+    "torino plot runs/x4 runs/x64 --kind pareto -o figures",
+    "torino plot runs/llava --kind qualitative --tier 64 --samples POPE:3,GQA:17 -o figures",
+    "torino plot bench.json --format pdf -o figures",
+    "# the paper's own tables",
+    "torino plot paper -o figures",
 )
-FORMATS = ("png", "pdf", "svg")
 KINDS = ("distribution", "pareto", "accuracy", "latency", "qualitative", "teaser")
+FORMATS = ("png", "pdf", "svg")
 CAPTIONS = {
-    "accuracy": "Relative score against visual tokens, one line a method; bands are confidence intervals.",
-    "distribution": "Share of tokens that dynamic TORINO removed from each image. Boxes reach from the 10th to the "
-    "90th percentile, the line is the median, the diamond the mean; whiskers reach from the least to the most.",
-    "pareto": "Dynamic TORINO on the plane of retained tokens and relative score; curves join the pairs (k, δ).",
+    "accuracy": "Relative score against visual tokens, one line per method; bands are confidence intervals.",
+    "distribution": "Share of tokens that dynamic TORINO removed from each image. Boxes span the 10th to the 90th "
+    "percentile, the line is the median, the diamond the mean; whiskers span minimum to maximum.",
+    "pareto": "Relative score of dynamic TORINO against retained tokens; curves connect the pairs (k, δ).",
 }
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder that torino eval has written.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder written by torino eval.")],
     against: Annotated[
-        str | None, typer.Option(help="paper, or paper:TABLE: set the figures printed in the paper beside ours.")
+        str | None, typer.Option(help="paper, or paper:TABLE: add the figures printed in the paper.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of the tasks' files; by default where they were.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the tasks' files (default: as recorded in the run).")
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder to write to; by default report in the run.")
+        Path | None, typer.Option("-o", "--output", help="Folder to write to (default: RUN/report).")
     ] = None,
     versus: Annotated[
-        str | None, typer.Option(help="Method or setting that all are compared with; by default TORINO-M of the tier.")
+        str | None,
+        typer.Option(help="Method or setting that all others are compared with (default: TORINO-M of the tier)."),
     ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks to report, separated by commas; by default all of the run.")
-    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks to report, separated by commas (default: all).")] = None,
     baseline_of: Annotated[
         Path | None, typer.Option(help="Another run over the same data whose full-token answers are the baseline.")
     ] = None,
-    by: Annotated[str, typer.Option(help="What the bootstrap draws: question or image.")] = "question",
-    draws: Annotated[int, typer.Option(help="Draws of the bootstrap.", min=100)] = 10_000,
-    figures: Annotated[bool, typer.Option(help="Put figures into the page; needs matplotlib.")] = True,
+    by: Annotated[Literal["question", "image"], typer.Option(help="What the bootstrap resamples.")] = "question",
+    draws: Annotated[int, typer.Option(help="Number of bootstrap resamples.", min=100)] = 10_000,
+    figures: Annotated[bool, typer.Option(help="Add figures to the HTML page; needs matplotlib.")] = True,
 ) -> None:
-    """Write what a run found: Markdown, CSV, LaTeX and a page of HTML.
+    """Write the report of a run: Markdown, CSV, LaTeX and an HTML page.
 
-    Everything the report says is kept in scores.json of the run, so that it can be made again without the data.
+    All results are saved as scores.json in the run, so that the report can be written again without the data.
     """
-    if by not in ("question", "image"):
-        raise BadParameter(f"--by must be question or image, got {by!r}.")
-    word, _, table = (against or "paper").partition(":")
-    if word != "paper":
+    source, _, table = (against or "paper").partition(":")
+    if source != "paper":
         raise BadParameter(f"--against must be paper or paper:TABLE, got {against!r}.")
     from torino.evaluation.judge import Judge
     from torino.evaluation.reporting.report import write_report
-    from torino.evaluation.reporting.summary import document_of
-    from torino.evaluation.reporting.tables import choose_tables
+    from torino.evaluation.reporting.summary import summarize_and_save
+    from torino.evaluation.reporting.tables import select_paper_tables
     from torino.evaluation.results import open_run
 
     opened = open_run(run)
     if tasks is not None:
-        opened = opened.only(split_words(tasks))
+        opened = opened.select(split_list(tasks))
     with errors.status("Scoring …"):
-        document = document_of(
+        summary = summarize_and_save(
             opened,
             data,
             judge=Judge.from_environment(cache=opened.folder / "grades.jsonl"),
@@ -88,18 +90,14 @@ def report(
             baseline_of=baseline_of,
             draws=draws,
         )
-    papers = choose_tables(document, table or None) if against else []
-    drawn = _page_figures(document) if figures else {}
-    written = write_report(document, output or opened.folder / "report", papers=papers, figures=drawn)
-    progress = document["progress"]
+    papers = select_paper_tables(summary, table or None) if against else []
+    drawn = _draw_page_figures(summary) if figures else {}
+    written = write_report(summary, output or opened.folder / "report", papers=papers, figures=drawn)
+    progress = summary["progress"]
     if not progress["whole"]:
-        errors.print(
-            f"The run is not finished: {progress['answers']:,} of {progress['of']:,} answers. The report says so.",
-            style="yellow",
-            highlight=False,
-        )
-    for path in written:
-        out.print(escape(str(path)), highlight=False, soft_wrap=True)
+        text = f"The run is not finished: {progress['answers']:,} of {progress['of']:,} answers. The report notes this."
+        errors.print(text, style="yellow", highlight=False)
+    _print_paths(written)
 
 
 def plot(
@@ -112,158 +110,195 @@ def plot(
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write to.")],
     kind: Annotated[
-        str | None, typer.Option(help=f"Separated by commas: {', '.join(KINDS)}; by default all that can be drawn.")
+        str | None,
+        typer.Option(help=f"{', '.join(KINDS)}; several separated by commas (default: all that are possible)."),
     ] = None,
-    formats: Annotated[str, typer.Option("--format", help="png, pdf, svg, separated by commas.")] = "png,pdf",
-    tier: Annotated[
-        str | None, typer.Option(help="Tier that the qualitative figure shows, such as 2,2 or 128.")
-    ] = None,
+    formats: Annotated[
+        str, typer.Option("--format", help=f"{', '.join(FORMATS)}; several separated by commas.")
+    ] = "png,pdf",
+    tier: Annotated[str | None, typer.Option(help="Tier of the qualitative figure, such as 2,2 or 128.")] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Methods in it, separated by commas; by default TORINO and some of the tier.")
+        str | None,
+        typer.Option(help="Its methods, separated by commas (default: TORINO and the first others of the tier)."),
     ] = None,
     samples: Annotated[
-        str | None, typer.Option(help="Questions in it, as TASK:INDEX, separated by commas; by default the first kept.")
+        str | None,
+        typer.Option(help="Its questions as TASK:INDEX, separated by commas (default: the first saved ones)."),
     ] = None,
 ) -> None:
-    """Draw figures of runs, from their result files alone."""
-    wanted: list[str] = split_words(kind) if kind else [*KINDS]
-    for one in wanted:
-        if one not in KINDS:
-            raise BadParameter(f"--kind must be of {', '.join(KINDS)}, got {one!r}.")
-    kinds = split_words(formats)
-    if not kinds or not set(kinds) <= set(FORMATS):
-        raise BadParameter(f"--format must be of {', '.join(FORMATS)}, separated by commas, got {formats!r}.")
+    """Draw figures of runs from their result files."""
+    kinds = KINDS if kind is None else _parse_choices("--kind", kind, KINDS)
+    file_formats = _parse_choices("--format", formats, FORMATS)
     from torino.evaluation.reporting.figures import save_figure
 
-    drawn, reasons = _draw(sources, wanted, _Shown(tier, split_words(methods or ""), split_words(samples or "")))
+    selection = _ExampleSelection(tier, split_list(methods or ""), split_list(samples or ""))
+    opened = _open_sources(sources)
+    drawn: dict[str, Any] = {}
+    reasons: list[str] = []
+    for item in kinds:
+        try:
+            drawn |= _draw(item, opened, selection)
+        except TorinoError as error:  # for example, the data is missing; other figures can still be drawn
+            reasons.append(str(error))
     if kind and reasons:
-        raise BadParameter(next(iter(reasons.values())))
+        raise BadParameter(reasons[0])
     if not drawn:
-        raise BadParameter(f"Nothing can be drawn of this. {' '.join(dict.fromkeys(reasons.values()))}".strip())
+        raise BadParameter(f"No figure can be drawn. {' '.join(dict.fromkeys(reasons))}".strip())
     for name, figure in drawn.items():
-        for path in save_figure(figure, output, name, kinds):
-            out.print(escape(str(path)), highlight=False, soft_wrap=True)
+        _print_paths(save_figure(figure, output, name, file_formats))
+
+
+def _parse_choices(option: str, text: str, choices: Sequence[str]) -> list[str]:
+    """Return comma-separated choices of an option."""
+    words = split_list(text)
+    for word in words or [text]:
+        if word not in choices:
+            raise BadParameter(f"{option} must be one or several of {', '.join(choices)}, got {word!r}.")
+    return words
 
 
 @dataclass(frozen=True)
-class _Shown:
-    """What the figures with photos show of a run."""
+class _ExampleSelection:
+    """Which examples of a run the figures with images show."""
 
     tier: str | None
     methods: list[str]
     samples: list[str]
 
 
-def _draw(sources: list[str], wanted: list[str], shown: _Shown) -> tuple[dict[str, Any], dict[str, str]]:
-    """Figures by name, and why others could not be made."""
-    from torino.evaluation.reporting import figures as plots
+@dataclass
+class _PlotSources:
+    """Contents of the files and folders to plot."""
 
-    documents, bench, examples, points = _open(sources)
-    kept = [Path(one).expanduser() for one in sources if one != "paper" and Path(one).expanduser().is_dir()]
-    drawn: dict[str, Any] = {}
-    reasons: dict[str, str] = {}
-    for one in wanted:
-        try:
-            if one == "distribution":
-                if not documents:
-                    raise BadParameter("The distribution of removed tokens needs a run.")
-                for document in documents:
-                    name = one if len(documents) == 1 else f"{one}-{document['name']}"
-                    drawn[name] = plots.distribution(document)
-            elif one in ("pareto", "accuracy"):
-                chosen = points
-                if one == "accuracy" and "paper" in sources:
-                    chosen = [point for point in points if not point.sae.startswith("ε") or point.size == 64]
-                drawn[one] = plots.pareto(chosen) if one == "pareto" else plots.accuracy(chosen)
-            elif one == "latency":
-                if not bench:
-                    raise BadParameter("Latencies are drawn of the files that torino bench writes; give one.")
-                drawn[one] = plots.latency(bench)
-            else:
-                if not examples and kept:
-                    examples = _examples(kept[0], shown)
-                if not examples:
-                    raise BadParameter(
-                        f"The {one} figure needs photos and reductions: give a run made with --keep, or a file of "
-                        "examples."
-                    )
-                drawn[one] = plots.qualitative(examples) if one == "qualitative" else plots.teaser(examples[0])
-        except TorinoError as error:  # the data of a run is gone, among others; its charts can be drawn still
-            reasons[one] = str(error)
-    return drawn, reasons
+    summaries: list[Summary] = field(default_factory=list["Summary"])
+    bench: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    examples: list[FigureExample] = field(default_factory=list["FigureExample"])
+    folders: list[Path] = field(default_factory=list[Path])
+    paper: bool = False
+
+    def points(self) -> list[Point]:
+        """Return the points of runs and of the paper."""
+        from torino.evaluation.reporting.figures import collect_points, paper_points
+
+        return collect_points(self.summaries) + (paper_points() if self.paper else [])
 
 
-def _open(sources: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[Any], list[Any]]:
-    """Documents of runs, rows of benches, examples, and points of runs and of the paper."""
+def _open_sources(names: list[str]) -> _PlotSources:
     from torino.core.io import read_json
-    from torino.evaluation.reporting.figures import paper_points, points_of, read_bench, read_examples
-    from torino.evaluation.reporting.summary import known_document, read_scores
+    from torino.evaluation.reporting.figures import read_bench, read_examples
+    from torino.evaluation.reporting.summary import load_summary, read_scores
     from torino.evaluation.results import open_run
 
-    documents: list[dict[str, Any]] = []
-    bench: list[dict[str, Any]] = []
-    examples: list[Any] = []
-    for source in sources:
-        path = Path(source).expanduser()
-        if source == "paper":
-            continue
-        if path.is_dir():
-            documents.append(known_document(open_run(path)))
-            continue
-        if not path.is_file():
-            raise BadFile(f"There is no run folder and no file {source}.")
-        form = str(read_json(path).get("format", ""))
-        if form.startswith("torino-scores/"):
-            documents.append(read_scores(path))
-        elif form.startswith("torino-cells/"):
-            examples += read_examples(path)
+    sources = _PlotSources()
+    for name in names:
+        path = Path(name).expanduser()
+        if name == "paper":
+            sources.paper = True
+        elif path.is_dir():
+            sources.summaries.append(load_summary(open_run(path)))
+            sources.folders.append(path)
+        elif not path.is_file():
+            raise BadFile(f"There is no run folder and no file {name}.")
         else:
-            bench += read_bench(path)
-    return documents, bench, examples, points_of(documents) + (paper_points() if "paper" in sources else [])
+            content = str(read_json(path).get("format", ""))
+            if content.startswith("torino-scores/"):
+                sources.summaries.append(read_scores(path))
+            elif content.startswith("torino-cells/"):
+                sources.examples += read_examples(path)
+            else:
+                sources.bench += read_bench(path)
+    return sources
 
 
-def _examples(folder: Path, shown: _Shown) -> list[Any]:
-    """Examples of what a run kept."""
-    from torino.evaluation.examples import cases
+def _draw(kind: str, sources: _PlotSources, selection: _ExampleSelection) -> dict[str, Any]:
+    """Return the figures of one kind by name."""
+    from torino.evaluation.reporting import figures
+
+    if kind == "distribution":
+        if not sources.summaries:
+            raise BadParameter("The distribution of removed tokens needs a run.")
+        single = len(sources.summaries) == 1
+        return {
+            kind if single else f"{kind}-{summary['name']}": figures.plot_distribution(summary)
+            for summary in sources.summaries
+        }
+    if kind == "pareto":
+        return {kind: figures.plot_pareto(sources.points())}
+    if kind == "accuracy":
+        points = sources.points()
+        if sources.paper:  # of the paper's SAEs only the one of its main table
+            points = [point for point in points if not point.sae.startswith("ε") or point.size == 64]
+        return {kind: figures.plot_accuracy(points)}
+    if kind == "latency":
+        if not sources.bench:
+            raise BadParameter("Latencies are drawn from the files of torino bench; give one.")
+        return {kind: figures.plot_latency(sources.bench)}
+    if not sources.examples and sources.folders:
+        sources.examples = _load_examples(sources.folders[0], selection)
+    if not sources.examples:
+        raise BadParameter(
+            f"The {kind} figure needs images and reductions: give a run made with --save-images, or a file of examples."
+        )
+    if kind == "qualitative":
+        return {kind: figures.plot_qualitative(sources.examples)}
+    return {kind: figures.plot_teaser(sources.examples[0])}
+
+
+def _load_examples(folder: Path, selection: _ExampleSelection) -> list[FigureExample]:
+    """Return the saved examples of a run."""
+    from torino.evaluation.examples import load_examples
     from torino.evaluation.judge import Judge
-    from torino.evaluation.reporting.figures import Example, Shown
-    from torino.evaluation.reporting.summary import display
+    from torino.evaluation.reporting.figures import FigureExample, Panel
+    from torino.evaluation.reporting.summary import display_name
     from torino.evaluation.results import open_run
 
-    judge = Judge.from_environment(cache=folder / "grades.jsonl")
     run = open_run(folder)
-    several = len(run.facts.get("saes", {})) > 1
-    found = cases(run, samples=shown.samples, tier=shown.tier, settings=shown.methods, judge=judge)
+    several_saes = len(run.metadata.get("saes", {})) > 1
+    cases = load_examples(
+        run,
+        samples=selection.samples,
+        tier=selection.tier,
+        settings=selection.methods,
+        judge=Judge.from_environment(cache=folder / "grades.jsonl"),
+    )
     return [
-        Example(
-            case.photo,
+        FigureExample(
+            case.image,
             case.question,
-            [Shown(display(cell.setting, several), cell.reduction, cell.answer, cell.right) for cell in case.cells],
+            [
+                Panel(display_name(item.setting, several_saes), item.reduction, item.answer, item.correct)
+                for item in case.examples
+            ],
             case.answer,
-            case.right,
+            case.correct,
         )
-        for case in found
+        for case in cases
     ]
 
 
-def _page_figures(document: dict[str, Any]) -> dict[str, str]:
-    """Figures for the page; without matplotlib none, with a sentence."""
+def _draw_page_figures(summary: Summary) -> dict[str, str]:
+    """Return the figures of the HTML page by caption; none, with a note, if matplotlib is missing."""
     try:
-        from torino.evaluation.reporting import figures as plots
+        from torino.evaluation.reporting import figures
 
-        points = plots.points_of([document])
-        makers = {
-            "accuracy": lambda: plots.accuracy(points, document["level"]),
-            "distribution": lambda: plots.distribution(document),
-            "pareto": lambda: plots.pareto(points),
+        points = figures.collect_points([summary])
+        plots: dict[str, Callable[[], Any]] = {
+            "accuracy": lambda: figures.plot_accuracy(points, summary["level"]),
+            "distribution": lambda: figures.plot_distribution(summary),
+            "pareto": lambda: figures.plot_pareto(points),
         }
-        found: dict[str, str] = {}
-        for name, make in makers.items():
+        drawn: dict[str, str] = {}
+        for name, draw in plots.items():
             try:
-                found[CAPTIONS[name]] = plots.svg_text(make())
-            except BadParameter:  # a run without dynamic settings has no such figure
+                drawn[CAPTIONS[name]] = figures.to_svg(draw())
+            except BadParameter:  # for example, the run has no dynamic setting
                 continue
-        return found
+        return drawn
     except TorinoError as error:
         errors.print(escape(f"The page has no figures. {error}"), style="yellow", highlight=False)
         return {}
+
+
+def _print_paths(paths: list[Path]) -> None:
+    for path in paths:
+        out.print(escape(str(path)), highlight=False, soft_wrap=True)

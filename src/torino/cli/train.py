@@ -1,53 +1,63 @@
-"""The commands ``torino train`` and ``torino sweep``: from activations to SAEs."""
+"""The commands ``torino train`` and ``torino sweep``: train SAEs on activations."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from torino.cli._common import DeviceOption, errors, examples, out, quiet_transformers
+from torino.cli._progress import ProgressUpdate, progress
 from torino.core.errors import BadParameter, TorinoError
+from torino.training.config import PAPER_SETTINGS, BiasInit, ObjectiveName, Precision, TrainConfig
 
-if TYPE_CHECKING:  # torch and transformers are only fetched by those who train
+if TYPE_CHECKING:  # these import torch, which slows down the start
     from torino.training.activations.store import Store
-    from torino.training.config import TrainConfig
-    from torino.training.distributed import World
-    from torino.training.trainer import Watch
-    from torino.vlm.towers import Tower
+    from torino.training.activations.stream import Stream
+    from torino.training.distributed import Distributed
+    from torino.training.trainer import StepCallback
 
-out = Console()
-errors = Console(stderr=True)
+TRAIN_EPILOG = examples(
+    "torino train store -o my-sae",
+    "torino train store -o my-sae --expansion 64 --paper --log tensorboard",
+    "torino train --tower lab --images photos --tokens random:2 -o my-sae",
+    "torchrun --nproc-per-node 8 -m torino train store -o my-sae --batch 32768",
+)
+SWEEP_EPILOG = examples(
+    "torino sweep store -o sweep --expansions 1,2,4,8,16,64",
+    "torino sweep store -o sweep --heldout val-store --steps 20000",
+)
 
-TRAIN_EPILOG = (
-    "Examples: [cyan]torino train ./store -o ./my-sae[/] · "
-    "[cyan]torino train ./store -o ./my-sae --expansion 64 --paper --log tensorboard[/] · "
-    "[cyan]torino train --tower openai/clip-vit-large-patch14-336 --images photos/ --tokens random:2 -o ./my-sae[/] · "
-    "[cyan]torchrun --nproc-per-node 8 -m torino train ./store -o ./my-sae --batch 32768 --precision bfloat16[/]"
-)
-SWEEP_EPILOG = (
-    "Examples: [cyan]torino sweep ./store -o ./sweep --expansions 1,2,4,8,16,64[/] · "
-    "[cyan]torino sweep ./store -o ./sweep --heldout ./val-store --steps 20000[/]"
-)
-LAYOUTS = ("dictionary_learning", "saelens")
+
+class LoggerName(StrEnum):
+    """Loggers in addition to the log file; an enum because typer has no lists of literals."""
+
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+
+
+class ExportLayout(StrEnum):
+    """Layouts of other libraries."""
+
+    dictionary_learning = "dictionary_learning"
+    saelens = "saelens"
 
 
 def _default(text: str) -> str:
     return f"  [dim]\\[default: {text}][/]"
 
 
-Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for the SAE, and for what the run itself needs.")]
-Objective = Annotated[str, typer.Option(help="matryoshka (with BatchTopK), batchtopk, topk, or relu (with L1).")]
-K = Annotated[int | None, typer.Option(help="Active latents a row, on average over a batch." + _default("20"))]
-Steps = Annotated[int | None, typer.Option(help="Steps of training." + _default("5000"))]
-Batch = Annotated[int | None, typer.Option(help="Rows a step, over all processes." + _default("2048"))]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for the SAE and the files of the run.")]
+Objective = Annotated[ObjectiveName, typer.Option(help="matryoshka uses BatchTopK, relu uses an L1 penalty.")]
+K = Annotated[int | None, typer.Option(help="Active latents per row, on average over a batch." + _default("20"))]
+Steps = Annotated[int | None, typer.Option(help="Training steps." + _default("5000"))]
+Batch = Annotated[int | None, typer.Option(help="Rows per step, over all processes." + _default("2048"))]
 Lr = Annotated[float | None, typer.Option(help="Peak learning rate." + _default("16 / (125 √latents)"))]
 L1 = Annotated[float | None, typer.Option(help="Weight of the L1 penalty of relu." + _default("0.03"))]
 Aux = Annotated[
@@ -55,25 +65,28 @@ Aux = Annotated[
 ]
 DeadAfter = Annotated[
     int | None,
-    typer.Option(help="Rows without firing after which a latent is dead." + _default("a tenth of the run")),
+    typer.Option(help="Rows without an activation after which a latent is dead." + _default("a tenth of the run")),
 ]
 Fractions = Annotated[
     str | None,
-    typer.Option(help="Shares of the Matryoshka groups, coarse to fine." + _default("0.0625,0.125,0.25,0.5625")),
+    typer.Option(
+        help="Sizes of the Matryoshka groups as fractions, coarse to fine." + _default("0.0625,0.125,0.25,0.5625")
+    ),
 ]
 Paper = Annotated[
     bool,
-    typer.Option("--paper", help="The recipe of Pach et al.: 110,000 steps of 4096 rows, k 20, aux 0.03. Give a GPU."),
+    typer.Option(
+        "--paper", help="Settings of Pach et al.: 110,000 steps of 4096 rows, k 20, aux 0.03. Needs a GPU in practice."
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="Of the starting weights and of the order of the rows.")]
+Seed = Annotated[int, typer.Option(help="Seed of the initial weights and of the row order.")]
 PrecisionOption = Annotated[
-    str, typer.Option(help="float32, bfloat16 or float16, for the one dense product; half precision is for GPUs.")
+    Precision, typer.Option(help="Precision of the one dense product; half precision is for GPUs.")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, …")]
 LogTo = Annotated[
-    list[str] | None,
-    # torchrun takes --log for an option of its own, cut short
-    typer.Option("--log", "--log-to", help="tensorboard or wandb, beside training/log.jsonl; may be repeated."),
+    list[LoggerName] | None,
+    # --log-to is for torchrun, which takes --log for an abbreviation of one of its own options
+    typer.Option("--log", "--log-to", help="Logger in addition to training/log.jsonl; can be repeated."),
 ]
 LogEvery = Annotated[int, typer.Option(min=1, help="Steps between reports.")]
 SaveEvery = Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")]
@@ -82,70 +95,65 @@ SaveEvery = Annotated[int, typer.Option(min=1, help="Steps between checkpoints."
 def train(
     output: Output,
     store: Annotated[
-        Path | None, typer.Argument(metavar="STORE", help="Folder that torino harvest wrote; or give --tower.")
+        Path | None, typer.Argument(metavar="STORE", help="Folder written by torino activations; or use --tower.")
     ] = None,
     tower: Annotated[
-        str | None, typer.Option(help="Train straight from this tower: hub name, folder, or 'lab'.")
+        str | None, typer.Option(help="Train directly on the activations of this tower: hub name, folder, or lab.")
     ] = None,
     images: Annotated[
         str | None, typer.Option(help="With --tower: a folder, parquet, webdataset tar, or HF dataset.")
     ] = None,
-    block: Annotated[int | None, typer.Option(help="With --tower: the block that is tapped.")] = None,
+    block: Annotated[int | None, typer.Option(help="With --tower: zero-based block whose output is used.")] = None,
     tokens: Annotated[str | None, typer.Option(help="With --tower: cls, random:R or all." + _default("all"))] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --tower: the first images only.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tower: use only the first N images.")] = None,
     buffer: Annotated[
         int | None,
         typer.Option(min=1, help="With --tower: images whose rows are mixed with each other." + _default("128")),
     ] = None,
     objective: Objective = "matryoshka",
-    expansion: Annotated[float, typer.Option(help="Latents, as a multiple of the width of the rows.")] = 16,
+    expansion: Annotated[float, typer.Option(help="Number of latents as a multiple of the row width.")] = 16,
     latents: Annotated[int | None, typer.Option(help="Number of latents, instead of --expansion.")] = None,
     k: K = None,
     k_start: Annotated[
-        int | None, typer.Option(help="Begin with this many active latents a row, and let them fall to k.")
+        int | None, typer.Option(help="Start with this many active latents per row, and decrease to k.")
     ] = None,
-    anneal: Annotated[int | None, typer.Option(help="Steps over which they fall." + _default("a fifth"))] = None,
+    anneal: Annotated[int | None, typer.Option(help="Steps over which k decreases." + _default("a fifth"))] = None,
     fractions: Fractions = None,
     weights: Annotated[
-        str | None, typer.Option(help="Weights of the levels' errors, coarse to fine." + _default("all alike"))
+        str | None, typer.Option(help="Weights of the errors of the levels, coarse to fine." + _default("equal"))
     ] = None,
     l1: L1 = None,
     steps: Steps = None,
     batch: Batch = None,
     lr: Lr = None,
-    warmup: Annotated[int | None, typer.Option(help="Steps of warm-up." + _default("5 %, at most 1000"))] = None,
+    warmup: Annotated[int | None, typer.Option(help="Warm-up steps." + _default("5 %, at most 1000"))] = None,
     decay_from: Annotated[
-        int | None, typer.Option(help="Step from which the rate falls to 0." + _default("80 %"))
+        int | None, typer.Option(help="Step from which the learning rate decays to 0." + _default("80 %"))
     ] = None,
-    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
+    clip: Annotated[float, typer.Option(help="Maximum norm of the gradient.")] = 1.0,
     aux: Aux = None,
     aux_k: Annotated[
-        int | None, typer.Option(help="Dead latents a row that the auxiliary loss takes." + _default("width / 2"))
+        int | None, typer.Option(help="Dead latents per row in the auxiliary loss." + _default("width / 2"))
     ] = None,
     dead_after: DeadAfter = None,
-    bias: Annotated[str, typer.Option(help="First decoder bias: median (geometric), mean or zero.")] = "median",
-    scale: Annotated[bool, typer.Option(help="Scale rows to a mean square norm of 1; folded back on saving.")] = True,
-    centre: Annotated[bool, typer.Option(help="Subtract the mean of the rows first; folded back on saving.")] = False,
+    bias: Annotated[BiasInit, typer.Option(help="Initial decoder bias; median is the geometric median.")] = "median",
+    scale: Annotated[bool, typer.Option(help="Scale rows to a mean squared norm of 1; folded into the SAE.")] = True,
+    center: Annotated[bool, typer.Option(help="Subtract the mean of the rows first; folded into the SAE.")] = False,
     paper: Paper = False,
     precision: PrecisionOption = "float32",
-    device: Device = "auto",
+    device: DeviceOption = "auto",
     seed: Seed = 0,
-    name: Annotated[str, typer.Option(help="Of the SAE, for its card.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the SAE, for its card.")] = "",
     log: LogTo = None,
     log_every: LogEvery = 50,
     save_every: SaveEvery = 500,
     export: Annotated[
-        list[str] | None,
-        typer.Option(help="Also write the layout of dictionary_learning or saelens, into a folder of that name."),
+        list[ExportLayout] | None,
+        typer.Option(help="Also write the SAE for another library, into a subfolder of that name; can be repeated."),
     ] = None,
 ) -> None:
-    """Train an SAE on activations. A run that was stopped goes on when the same command is given again."""
-    from torino.training.trainer import train as run
-
-    for layout in export or []:
-        if layout not in LAYOUTS:
-            raise BadParameter(f"--export must be dictionary_learning or saelens, got {layout!r}.")
-    recipe = _recipe(
+    """Train an SAE on activations. Run the same command again to resume an interrupted run."""
+    config = _make_config(
         paper,
         kind=objective,
         expansion=expansion,
@@ -153,8 +161,8 @@ def train(
         k=k,
         k_start=k_start,
         anneal=anneal,
-        fractions=_numbers("--fractions", fractions),
-        weights=_numbers("--weights", weights),
+        fractions=_parse_numbers("--fractions", fractions),
+        weights=_parse_numbers("--weights", weights),
         l1=l1,
         steps=steps,
         batch=batch,
@@ -167,67 +175,63 @@ def train(
         dead_after=dead_after,
         bias=bias,
         scale=scale,
-        centre=centre,
+        center=center,
         precision=precision,
         seed=seed,
     )
     if (store is None) == (tower is None) or (tower is None) != (images is None):
-        raise BadParameter("Give a STORE, or both --tower and --images to train straight from a tower.")
+        raise BadParameter("Give either STORE, or both --tower and --images.")
     for option, value in {"--block": block, "--tokens": tokens, "--limit": limit, "--buffer": buffer}.items():
         if store is not None and value is not None:
             raise BadParameter(
-                f"{option} goes with --tower; what {store} holds was chosen when it was harvested. Leave {option} out, "
-                "or harvest another store with it."
+                f"{option} needs --tower: the activations in {store} are cached already. Leave {option} out, or cache "
+                "other activations with torino activations."
             )
-    place, world = _joined(device)
-    if store is not None:
-        activations = _open_store(store, seed)
-    else:
-        from torino.datasets import open_photos
-        from torino.training.activations.stream import Stream
 
+    from torino.sae.model import SAE
+    from torino.training.activations.store import Store
+    from torino.training.distributed import init_distributed, local_device
+    from torino.training.trainer import train as run_training
+
+    target = local_device(device)
+    distributed = init_distributed(target)
+    if store is not None:
+        activations = Store.open(store, seed=seed)
+    else:
         assert tower is not None
         assert images is not None
-        photos = open_photos(images, limit=limit)
-        opened = _tower(tower, block, place)
-        activations = Stream(opened, photos, tokens=tokens or "all", seed=seed, buffer=buffer or 128)
-    with _shown(recipe.steps, world) as watch, _stopped(output, recipe, world):
-        done = run(
+        activations = _open_stream(tower, images, block, target, limit, tokens or "all", seed, buffer or 128)
+    with _handle_errors(output, config, distributed), progress(errors, {"training": config.steps}) as update:
+        result = run_training(
             activations,
-            recipe,
+            config,
             output,
-            device=place,
-            world=world,
+            device=target,
+            distributed=distributed,
             name=name,
-            logs=log or [],
+            loggers=log or [],
             log_every=log_every,
             save_every=save_every,
-            watch=watch(),
+            callback=_step_callback(update, "training", distributed),
         )
-    if not world.first:
+    if not distributed.is_main:
         return
-    if done.already:
-        out.print(
-            f"{escape(str(output))} was finished already, and nothing was done. Give another -o to train anew.",
-            highlight=False,
-            soft_wrap=True,
-        )
-    _print_measures(done.measures)
+    if result.already_finished:
+        _print(f"{escape(str(output))} is already finished. Use another folder with -o to start a new run.")
+    _print_metrics(result.metrics)
     for layout in export or []:
-        from torino.sae.model import SAE
-
         SAE.load(output).export(output / layout, layout)
-        out.print(f"Wrote {escape(str(output / layout))}, in the layout of {layout}.", highlight=False, soft_wrap=True)
-    out.print(f"The SAE is in {escape(str(output))}.", highlight=False, soft_wrap=True)
+        _print(f"Wrote {escape(str(output / layout))} in the {layout} layout.")
+    _print(f"The SAE is in {escape(str(output))}.")
 
 
 def sweep(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder that torino harvest wrote.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder written by torino activations.")],
     output: Output,
-    expansions: Annotated[str, typer.Option(help="Latents, as multiples of the width.")] = "1,2,4,8,16,64",
+    expansions: Annotated[str, typer.Option(help="Numbers of latents as multiples of the width.")] = "1,2,4,8,16,64",
     heldout: Annotated[
         Path | None,
-        typer.Option(help="Store of other photos with all their patches: measure on these, and count groups."),
+        typer.Option(help="Store with all patches of other photos: compute the metrics on these, and count groups."),
     ] = None,
     objective: Objective = "matryoshka",
     k: K = None,
@@ -240,21 +244,18 @@ def sweep(
     dead_after: DeadAfter = None,
     paper: Paper = False,
     precision: PrecisionOption = "float32",
-    device: Device = "auto",
+    device: DeviceOption = "auto",
     seed: Seed = 0,
     log: LogTo = None,
     log_every: LogEvery = 50,
     save_every: SaveEvery = 500,
 ) -> None:
-    """Train one SAE per expansion, and write one table. A sweep that was stopped goes on where it stood."""
-    from torino.training.sweep import flattened, shown
-    from torino.training.sweep import sweep as run
-
-    recipe = _recipe(
+    """Train one SAE per expansion and write a table. Run the same command again to resume an interrupted sweep."""
+    config = _make_config(
         paper,
         kind=objective,
         k=k,
-        fractions=_numbers("--fractions", fractions),
+        fractions=_parse_numbers("--fractions", fractions),
         l1=l1,
         steps=steps,
         batch=batch,
@@ -264,163 +265,139 @@ def sweep(
         precision=precision,
         seed=seed,
     )
-    wanted = _numbers("--expansions", expansions) or ()
-    place, world = _joined(device)
-    activations = _open_store(store, seed)
-    photos, called = (None, "") if heldout is None else _photos(heldout, activations)
-    with _shown(recipe.steps, world) as watch, _stopped(output, recipe, world):
-        rows = run(
+    factors = _parse_numbers("--expansions", expansions) or ()
+
+    from torino.training.activations.store import Store
+    from torino.training.distributed import init_distributed, local_device
+    from torino.training.sweep import flatten_row, format_value
+    from torino.training.sweep import sweep as run_sweep
+
+    target = local_device(device)
+    distributed = init_distributed(target)
+    activations = Store.open(store, seed=seed)
+    photos, photos_name = (None, "") if heldout is None else _open_heldout(heldout, activations)
+    phases = {f"x{factor:g}": config.steps for factor in factors}
+    with _handle_errors(output, config, distributed), progress(errors, phases) as update:
+        rows = run_sweep(
             activations,
-            recipe,
-            wanted,
+            config,
+            factors,
             output,
             heldout=photos,
-            heldout_name=called,
-            device=place,
-            world=world,
-            watch=lambda expansion: watch(f"x{expansion:g}"),
-            logs=log or [],
+            heldout_name=photos_name,
+            device=target,
+            distributed=distributed,
+            callback=lambda factor: _step_callback(update, f"x{factor:g}", distributed),
+            loggers=log or [],
             log_every=log_every,
             save_every=save_every,
         )
-    if not world.first:
+    if not distributed.is_main:
         return
     table = Table(box=None, pad_edge=False)
-    flat = [flattened(row) for row in rows]
-    for heading in flat[0]:
-        table.add_column(heading, justify="right")
+    flat = [flatten_row(row) for row in rows]
+    for column in flat[0]:
+        table.add_column(column, justify="right")
     for row in flat:
-        table.add_row(*[shown(heading, value) for heading, value in row.items()])
+        table.add_row(*[format_value(column, value) for column, value in row.items()])
     out.print(table)
-    out.print(f"Wrote {escape(str(output))}/table.md and table.csv.", highlight=False, soft_wrap=True)
+    _print(f"Wrote {escape(str(output))}/table.md and table.csv.")
 
 
-# ---------------------------------------------------------------------- what was asked for
+# ---------------------------------------------------------------------- options
 
 
-def _recipe(paper: bool, **given: Any) -> TrainConfig:
-    from torino.training.config import PAPER, TrainConfig
-
-    told = {name: value for name, value in given.items() if value is not None}
-    kind = told["kind"]
-    useless = {
-        "l1": kind != "relu" and "only relu has a penalty",
+def _make_config(paper: bool, **options: Any) -> TrainConfig:
+    """Build the configuration from the options that were given; raise if one of them has no effect."""
+    given = {name: value for name, value in options.items() if value is not None}
+    kind = given["kind"]
+    without_effect = {
+        "l1": kind != "relu" and "only relu has an L1 penalty",
         "fractions": kind != "matryoshka" and "only matryoshka has levels",
         "weights": kind != "matryoshka" and "only matryoshka has levels",
-        "k": kind == "relu" and "relu has no k; --l1 makes it sparser",
-        "k_start": kind == "relu" and "relu has no k; --l1 makes it sparser",
-        "anneal": "k_start" not in told and "k only falls with --k-start",
+        "k": kind == "relu" and "relu has no k; use --l1 to control sparsity",
+        "k_start": kind == "relu" and "relu has no k; use --l1 to control sparsity",
+        "anneal": "k_start" not in given and "k decreases only with --k-start",
     }
-    for name, why in useless.items():
-        if why and name in told:
-            raise BadParameter(f"--{name.replace('_', '-')} would do nothing with --objective {kind}: {why}.")
-    if paper and told["kind"] != "matryoshka":
-        raise BadParameter(f"--paper is a recipe for matryoshka, and --objective is {told['kind']}. Leave one out.")
-    return TrainConfig(**{**(PAPER if paper else {}), **told})
+    for name, reason in without_effect.items():
+        if reason and name in given:
+            raise BadParameter(f"--{name.replace('_', '-')} has no effect with --objective {kind}: {reason}.")
+    if paper and kind != "matryoshka":
+        raise BadParameter(f"--paper needs --objective matryoshka, got {kind}.")
+    return TrainConfig(**{**(PAPER_SETTINGS if paper else {}), **given})
 
 
-def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
-    """Read a list such as ``1,2,4``."""
+def _parse_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+    """Parse a list such as ``1,2,4``."""
     if text is None:
         return None
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise BadParameter(f"{option} takes numbers with commas, such as 1,2,4; got {text!r}.") from error
+        raise BadParameter(f"{option} must be numbers separated by commas, such as 1,2,4, got {text!r}.") from error
 
 
-def _joined(device: str) -> tuple[Any, World]:
-    from torino.training.distributed import device_here, join
-
-    place = device_here(device)
-    return place, join(place)
+# ---------------------------------------------------------------------- activations
 
 
-def _open_store(path: Path, seed: int) -> Store:
+def _open_stream(
+    tower: str, images: str, block: int | None, device: Any, limit: int | None, tokens: str, seed: int, buffer: int
+) -> Stream:
+    from torino.datasets import open_photos
+    from torino.training.activations.stream import Stream
+    from torino.vlm.towers import load_tower
+
+    photos = open_photos(images, limit=limit)
+    with errors.status(f"Loading {escape(tower)} …"), quiet_transformers():
+        opened = load_tower(tower, block=block, device=device)
+    return Stream(opened, photos, tokens=tokens, seed=seed, buffer=buffer)
+
+
+def _open_heldout(path: Path, trained: Store) -> tuple[Callable[[], Iterable[Any]], str]:
+    """Return a function that yields the patches of each photo of a store, and a name that identifies the photos."""
     from torino.training.activations.store import Store
 
-    return Store.open(path, seed=seed)
-
-
-def _tower(name: str, block: int | None, device: Any) -> Tower:
-    from torino.vlm.towers import load_tower, transformers
-
-    transformers().logging.set_verbosity_error()
-    transformers().logging.disable_progress_bar()
-    with errors.status(f"Opening {escape(name)} …"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers
-        if name == "lab":
-            from torino_lab.tower import lab_tower
-
-            return lab_tower(device=device) if block is None else lab_tower(block, device=device)
-        return load_tower(name, block=block, device=device)
-
-
-def _photos(path: Path, trained: Store) -> tuple[Callable[[], Iterable[Any]], str]:
-    """The patches of the photos of a store, one after the other, and what tells them from those of another."""
-    store = _open_store(path, 0)
-    here, there = store.settings, trained.settings
-    if here.tokens != "all" or (here.encoder, here.block, here.width) != (there.encoder, there.block, there.width):
+    store = Store.open(path)
+    held, used = store.settings, trained.settings
+    if held.tokens != "all" or (held.encoder, held.block, held.width) != (used.encoder, used.block, used.width):
         raise BadParameter(
-            f"--heldout needs all patches of photos, after block {there.block} of {there.encoder or 'the same tower'}, "
-            f"{there.width} wide; {path} holds {here.tokens}, after block {here.block} of "
-            f"{here.encoder or 'another tower'}, {here.width} wide. Harvest it with --tokens all, from the same tower."
+            f"--heldout must contain all patches of photos, after block {used.block} of "
+            f"{used.encoder or 'the same tower'}, with width {used.width}; {path} contains {held.tokens}, after block "
+            f"{held.block} of {held.encoder or 'another tower'}, with width {held.width}. Cache it with --tokens all "
+            "and the same tower."
         )
-    photos = [photo for photo in range(here.photos) if len(store.rows_of(photo))]  # some could not be opened
-    return lambda: (store.photo_rows(photo) for photo in photos), f"{here.data}, {here.digest}"
+    photos = [photo for photo in range(held.photos) if len(store.row_range(photo))]  # without skipped photos
+    return lambda: (store.photo_rows(photo) for photo in photos), f"{held.data}, {held.digest}"
 
 
-# ---------------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------------- output
 
 
-@contextmanager
-def _shown(steps: int, world: World) -> Generator[Callable[..., Watch | None]]:
-    """A progress bar; where nobody watches, a line for each tenth of a run."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+def _step_callback(update: ProgressUpdate, phase: str, distributed: Distributed) -> StepCallback | None:
+    """Return the callback that shows the progress of a run; only the main process shows it."""
+    if not distributed.is_main:
+        return None
 
-        def begin(name: str = "training") -> Watch | None:
-            if not world.first:
-                return None
-            task = progress.add_task(name, total=steps, state="")
-            tenth = max(1, steps // 10)
-            told = 0
+    def callback(step: int, report: Mapping[str, Any] | None) -> None:
+        note = ""
+        if report is not None:
+            note = (
+                f"FVU {report['fvu']:.4f}, L0 {report['l0']:.1f}, dead {report['dead']:.1%}, "
+                f"top {report['top_frequency']:.1%}"
+            )
+        update(phase, step, note=note)
 
-            def watch(step: int, report: Mapping[str, Any] | None) -> None:
-                nonlocal told
-                progress.update(task, completed=step)
-                if report is not None:
-                    progress.update(task, state=_state(report))
-                if report is not None and not errors.is_terminal and step // tenth > told:
-                    told = step // tenth
-                    errors.print(f"{name} {step:,} of {steps:,}: {_state(report)}", highlight=False, soft_wrap=True)
-
-            return watch
-
-        yield begin
-
-
-def _state(report: Mapping[str, Any]) -> str:
-    return (
-        f"{report['steps_per_second']:.1f} steps/s · FVU {report['fvu']:.4f} · L0 {report['l0']:.1f} · "
-        f"dead {report['dead']:.1%} · top {report['top_frequency']:.1%}"
-    )
+    return callback
 
 
 @contextmanager
-def _stopped(output: Path, recipe: TrainConfig, world: World) -> Generator[None]:
-    """Say in a sentence what a run can be stopped by from outside."""
+def _handle_errors(output: Path, config: TrainConfig, distributed: Distributed) -> Generator[None]:
+    """Explain how to continue after an interruption or a lack of memory; leave the process group at the end."""
     try:
         yield
     except KeyboardInterrupt:
         errors.print(
-            f"Stopped. Give the same command again to go on from the last checkpoint in {escape(str(output))}.",
+            f"Stopped. Run the same command again to resume from the last checkpoint in {escape(str(output))}.",
             highlight=False,
             soft_wrap=True,
         )
@@ -429,18 +406,22 @@ def _stopped(output: Path, recipe: TrainConfig, world: World) -> Generator[None]
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise TorinoError(
-            f"{recipe.batch:,} rows at once, or so many latents, do not fit into the memory here ({error}). Lower "
-            "--batch or --expansion, or take another --device."
+            f"A batch of {config.batch:,} rows, or the latents, do not fit into memory ({error}). Decrease --batch or "
+            "--expansion, or use another --device."
         ) from error
-    world.leave()
+    distributed.shutdown()
 
 
-def _print_measures(measures: Mapping[str, Any]) -> None:
+def _print_metrics(metrics: Mapping[str, Any]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_row("[bold]FVU[/]", f"{measures['fvu']:.4f}")
-    if len(measures["levels"]) > 1:
-        table.add_row("[bold]FVU of levels[/]", " ".join(f"{value:.4f}" for value in measures["levels"]))
-    table.add_row("[bold]L0[/]", f"{measures['l0']:.1f}")
-    table.add_row("[bold]dead[/]", f"{measures['dead']:.1%} silent in {measures['rows']:,} rows")
-    table.add_row("[bold]top latent[/]", f"fires in {measures['top_frequency']:.1%} of the rows")
+    table.add_row("[bold]FVU[/]", f"{metrics['fvu']:.4f}")
+    if len(metrics["levels"]) > 1:
+        table.add_row("[bold]FVU of levels[/]", " ".join(f"{value:.4f}" for value in metrics["levels"]))
+    table.add_row("[bold]L0[/]", f"{metrics['l0']:.1f}")
+    table.add_row("[bold]dead[/]", f"{metrics['dead']:.1%} not active in {metrics['rows']:,} rows")
+    table.add_row("[bold]top latent[/]", f"active in {metrics['top_frequency']:.1%} of the rows")
     out.print(table, highlight=False)
+
+
+def _print(text: str) -> None:
+    out.print(text, highlight=False, soft_wrap=True)

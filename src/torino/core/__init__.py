@@ -1,1 +1,1 @@
-
+"""Core data structures and algorithms: tokens, concepts, grouping, reductions and top-k search."""

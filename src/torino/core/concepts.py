@@ -1,4 +1,4 @@
-"""Concepts: the strongest latents of each patch, and its peak score a(i)."""
+"""Concepts: the top-k latents of each patch, and its peak activation a(i)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Concepts:
     Attributes
     ----------
     indices : Tensor of shape (N, k), int64
-        Latents by falling activation, distinct within a row; ``-1`` marks a *silent* slot, one that no
-        active latent fills.
+        Latents by decreasing activation, distinct within a row. ``-1`` marks a *silent* slot: the patch has fewer
+        than k active latents.
     values : Tensor of shape (N, k), float32
         Their activations; 0 in silent slots.
     peak : Tensor of shape (N,), float32
-        a(i), the largest activation of the patch over the whole dictionary; 0 where all is silent.
+        a(i), the largest activation of the patch over the whole dictionary; 0 if no latent is active.
     """
 
     indices: Tensor
@@ -37,23 +37,23 @@ class Concepts:
     peak: Tensor
 
     def __post_init__(self) -> None:
-        """Refuse shapes that do not belong together."""
+        """Check that the shapes are consistent."""
         if (
             self.indices.ndim != 2
             or self.values.shape != self.indices.shape
             or self.peak.shape != self.indices.shape[:1]
         ):
             raise BadParameter(
-                "Concepts take indices and values of shape (N, k) and peak of shape (N,), got "
+                "Concepts need indices and values of shape (N, k) and peak of shape (N,), got "
                 f"{tuple(self.indices.shape)}, {tuple(self.values.shape)} and {tuple(self.peak.shape)}."
             )
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]], peak: Sequence[float] | None = None) -> Concepts:
-        """Make concepts by hand, strongest first, for examples and tests.
+        """Create concepts from lists of latents, largest activation first, for examples and tests.
 
-        Rows of different length are filled up with silent slots. Without ``peak``, the activations of a row
-        are its length, …, 2, 1.
+        Shorter rows are padded with silent slots. The activations of a row are k, k − 1, …, where k is the
+        length of the longest row. Without ``peak``, the peak is the first activation.
 
         Examples
         --------
@@ -73,25 +73,25 @@ class Concepts:
 
     @property
     def k(self) -> int:
-        """How many concepts are kept per patch."""
+        """Number of concepts per patch."""
         return self.indices.shape[1]
 
     @property
     def active(self) -> Tensor:
-        """How many slots of each patch hold an active latent, shape (N,)."""
+        """Number of active latents among the slots of each patch, shape (N,)."""
         return (self.indices != SILENT).sum(1)
 
     def first(self, k: int) -> Concepts:
-        """Keep the ``k`` strongest of each patch; what the encoder would have given for that k."""
+        """Keep the first ``k`` concepts of each patch; equals encoding with that ``k``."""
         if not 1 <= k <= self.k:
-            raise BadParameter(f"k must be between 1 and {self.k}, the concepts kept per patch; got {k}.")
+            raise BadParameter(f"k must be between 1 and {self.k}, the number of concepts per patch; got {k}.")
         return Concepts(self.indices[:, :k], self.values[:, :k], self.peak)
 
     def literal(self) -> Concepts:
-        """Fill silent slots as arg-top-k of a dense vector of zeros does: with the lowest unused latents.
+        """Fill silent slots with the lowest unused latents, as arg-top-k of a dense vector with zeros does.
 
-        This is the paper's rule taken to the letter. It links patches by latents that are not active in
-        either, so it is not the default.
+        This is the literal reading of the paper's rule. It links patches by latents that are active in
+        neither of them, so it is not the default.
 
         Examples
         --------
@@ -102,34 +102,34 @@ class Concepts:
         silent = self.indices == SILENT
         low = torch.arange(self.k, device=self.indices.device)  # k - m unused latents are always below k
         used = (self.indices[:, :, None] == low).any(1)
-        order = torch.where(used, self.k, low).sort(1).values  # unused ones first, rising
+        order = torch.where(used, self.k, low).sort(1).values  # unused latents first, in increasing order
         nth = (silent.cumsum(1) - 1).clamp(min=0)
         return Concepts(torch.where(silent, order.gather(1, nth), self.indices), self.values, self.peak)
 
 
 @runtime_checkable
 class ConceptEncoder(Protocol):
-    """Whatever turns tokens into concepts: an SAE, or the raw embedding of the no-SAE ablation."""
+    """Interface of encoders that map tokens to concepts: an SAE, or the raw embedding of the no-SAE ablation."""
 
     def top(self, x: Tensor, k: int, *, rank: Rank = "activation") -> Concepts:
-        """Return the ``k`` strongest concepts of tokens ``x`` of shape (N, D)."""
+        """Return the top-k concepts of tokens ``x`` of shape (N, D)."""
         ...
 
     def check_origin(self, origin: Origin, width: int) -> None:
-        """Raise :class:`SAEMismatch` if this encoder was made for other tokens."""
+        """Raise :class:`SAEMismatch` if this encoder does not fit tokens of this origin and width."""
         ...
 
 
 @dataclass(frozen=True)
 class RawEmbedding:
-    """The paper's "No SAE" ablation: the coordinates of the token itself play the part of latents.
+    """The paper's "No SAE" ablation: use the coordinates of the token as latents.
 
-    The pipeline stays the same (top-k coordinates, overlap, components). A coordinate is never silent, and
-    a(i) is the largest coordinate, as ``max_j z_ij`` says with z replaced by the embedding.
+    The rest of the pipeline is unchanged (top-k coordinates, overlap, components). No coordinate is silent, and
+    a(i) is the largest coordinate: ``max_j z_ij`` with z replaced by the embedding.
     """
 
     def top(self, x: Tensor, k: int, *, rank: Rank = "activation") -> Concepts:
-        """Return the ``k`` largest coordinates of each token, ties to the lowest index; both ranks are the same."""
+        """Return the ``k`` largest coordinates of each token, ties to the lowest index; ``rank`` has no effect."""
         check_matrix(x, "tokens")
         if not 1 <= k <= x.shape[1]:
             raise BadParameter(f"k must be between 1 and the token width {x.shape[1]}, got {k}.")
@@ -137,45 +137,45 @@ class RawEmbedding:
         return Concepts(indices, values, values[:, 0])
 
     def check_origin(self, origin: Origin, width: int) -> None:
-        """Accept any tokens: nothing was trained."""
+        """Accept any tokens, because nothing was trained."""
 
 
 class CachedEncoder:
-    """An encoder that keeps what it said last, for when many reducers are shown the same picture.
+    """Cache the last top-k result so that several reducers can share it.
 
-    Concepts come by falling activation, so the ``k`` strongest are the first of any longer list. The tensor asked about
-    must be the very same, not one of equal values; pictures of several tiles are packed anew for each reducer, and
-    nothing is remembered of them.
+    Concepts are sorted by decreasing activation, so the top k are a prefix of any longer result. The cache is used
+    only for the same tensor object, unmodified. Images of several tiles are concatenated again for each reducer and
+    therefore never hit the cache.
 
     Attributes
     ----------
-    saved : float
-        Seconds that the answers from memory would have taken, for those who measure.
+    saved_seconds : float
+        Time that cache hits would have taken without the cache.
     """
 
     def __init__(self, encoder: ConceptEncoder) -> None:
-        self.encoder, self.saved = encoder, 0.0
-        self._said: tuple[Tensor, int, Rank, Concepts, float] | None = None
+        self.encoder, self.saved_seconds = encoder, 0.0
+        self._last: tuple[Tensor, int, Rank, Concepts, float] | None = None
 
     def top(self, x: Tensor, k: int, *, rank: Rank = "activation") -> Concepts:
-        """Return the ``k`` strongest concepts, from memory where they are there."""
+        """Return the top-k concepts, from the cache if possible."""
         version = -1 if x.is_inference() else x._version
-        if self._said is not None:
-            tensor, was, ranked, said, took = self._said
-            if tensor is x and was == version and ranked == rank and 1 <= k <= said.indices.shape[1]:
-                self.saved += took
-                return Concepts(said.indices[:, :k], said.values[:, :k], said.peak)
+        if self._last is not None:
+            tensor, last_version, last_rank, concepts, seconds = self._last
+            if tensor is x and last_version == version and last_rank == rank and 1 <= k <= concepts.k:
+                self.saved_seconds += seconds
+                return concepts.first(k)
         begin = time.perf_counter()
-        said = self.encoder.top(x, k, rank=rank)
-        self._said = (x, version, rank, said, time.perf_counter() - begin)
-        return said
+        concepts = self.encoder.top(x, k, rank=rank)
+        self._last = (x, version, rank, concepts, time.perf_counter() - begin)
+        return concepts
 
     def check_origin(self, origin: Origin, width: int) -> None:
-        """Accept what the encoder accepts."""
+        """Raise :class:`SAEMismatch` if the wrapped encoder does not fit these tokens."""
         self.encoder.check_origin(origin, width)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the encoder's."""
-        if name == "encoder":  # a copy in the making has none yet
+        """Delegate all other attributes to the wrapped encoder."""
+        if name == "encoder":  # not set yet while the object is being copied
             raise AttributeError(name)
         return getattr(self.encoder, name)

@@ -1,7 +1,7 @@
-"""The sentences torino says when something is wrong.
+"""Error classes.
 
-Every error states what is wrong, what was given, what is accepted and, where there is one, what to do
-next. All are a ``TorinoError``, which is a ``ValueError``: code that caught that keeps working.
+Every message states what is wrong, what was given, what is accepted and, if possible, what to do next. All errors
+derive from ``TorinoError``, which is a ``ValueError``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 
 class TorinoError(ValueError):
-    """Any input torino cannot work with; the message is written for the person who gave it."""
+    """Base class: the input cannot be processed."""
 
 
 class BadParameter(TorinoError):
@@ -19,42 +19,42 @@ class BadParameter(TorinoError):
 
 
 class UnmetBudget(BadParameter):
-    """A fixed budget asks for more tokens than the method can supply for an image."""
+    """A fixed budget exceeds the number of tokens that the method can supply for an image."""
 
 
 class BadTokens(TorinoError):
-    """Visual tokens of the wrong shape, type or content."""
+    """Visual tokens have the wrong shape, type or content."""
 
 
 class MissingSignal(TorinoError):
-    """A reducer needs a signal, such as CLS attention, that the tokens do not carry."""
+    """A reducer needs a signal, such as CLS attention, that the tokens do not have."""
 
 
 class SAEMismatch(TorinoError):
-    """The SAE was trained for other tokens than the ones it is asked to read."""
+    """The SAE was trained on tokens of another encoder, block or width."""
 
 
 class BadFile(TorinoError):
-    """A file is missing, truncated, of an unknown layout, or would run code when opened."""
+    """A file is missing, truncated, in an unknown format, or would run code when opened."""
 
 
 class Unreachable(TorinoError):
-    """The model hub could not be reached, or does not have what was asked for."""
+    """The model hub cannot be reached, or it does not have the requested file."""
 
 
 class UnknownName(TorinoError):
-    """No registered thing has this name."""
+    """No entry of this name is registered."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownName:
-    """Build the error for a name that is not registered, with the nearest names in it.
+    """Build the error for a name that is not registered; the message suggests similar names.
 
     Examples
     --------
     >>> print(unknown_name("reducer", "torino", ["torino-m", "torino-p", "random"]))
-    No reducer is called 'torino'. Close: 'torino-p', 'torino-m'. All: torino list.
+    No reducer is called 'torino'. Did you mean 'torino-p', 'torino-m'? Run 'torino list' to see all names.
     """
     names = list(known)
     close = get_close_matches(name, names, n=3, cutoff=0.6)
-    near = f" Close: {', '.join(map(repr, close))}." if close else f" Known: {', '.join(names) or 'none'}."
-    return UnknownName(f"No {kind} is called {name!r}.{near} All: torino list.")
+    hint = f"Did you mean {', '.join(map(repr, close))}?" if close else f"Known: {', '.join(names) or 'none'}."
+    return UnknownName(f"No {kind} is called {name!r}. {hint} Run 'torino list' to see all names.")

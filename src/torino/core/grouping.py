@@ -1,9 +1,9 @@
-"""Grouping: patches that share at least δ of their top-k concepts, joined into connected components.
+"""Group patches that share at least δ of their top-k concepts into connected components.
 
-Two sets of k concepts share at least δ of them exactly when they share a subset of size δ. So each patch gets
-C(k, δ) keys, one per subset, and patches linked to the next one with the same key have the components of the
-paper's token graph: O(N·C(k, δ)) instead of O(k²N²), for all images of a batch at once and with no loop over
-patches or pairs. For δ = k a patch has one key and no graph is needed.
+Two sets of k concepts share at least δ of them if and only if they share a subset of size δ. So each patch gets
+C(k, δ) keys, one per subset, and each patch is linked to the next one with the same key. This graph has the same
+components as the paper's token graph, but costs O(N·C(k, δ)) instead of O(k²N²). All images of a batch are processed
+at once, without a loop over patches or pairs. For δ = k a patch has one key and no graph is needed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from torino.core.concepts import Concepts
 from torino.core.errors import BadParameter, BadTokens
-from torino.core.ragged import fits
+from torino.core.ragged import are_valid_offsets
 from torino.core.topk.exact import SILENT
 
 Silent = Literal["group", "keep", "literal"]
 Ints = NDArray[np.int64]
 
-MOST_KEYS = 64  # beyond this many subsets a patch, counting shared concepts by a sparse product is cheaper
-PRODUCT_ROWS = 1024  # patches of one block of that product, which bounds its memory
+MAX_KEYS = 64  # with more subsets per patch, counting shared concepts by a sparse product is cheaper
+PRODUCT_ROWS = 1024  # patches per block of that product; bounds its memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +41,7 @@ class Groups:
     label : Tensor of shape (N,), int64
         Group of each patch, numbered by first appearance; groups never span two images.
     sizes : Tensor of shape (G,), int64
-        Patches in each group.
+        Number of patches of each group.
     offsets : Tensor of shape (images + 1,), int64
         Image i owns groups ``offsets[i]:offsets[i+1]``.
     """
@@ -54,32 +56,33 @@ class Groups:
 
     @property
     def counts(self) -> Tensor:
-        """Groups of each image, shape (images,): the length a dynamic reduction gives it."""
+        """Number of groups of each image, shape (images,): the output length of a dynamic reduction."""
         return self.offsets.diff()
 
 
 def group_by_overlap(
     concepts: Concepts, delta: int, *, silent: Silent = "group", offsets: Tensor | None = None
 ) -> Groups:
-    """Group patches that share at least ``delta`` of their strongest concepts.
+    """Group patches that share at least ``delta`` of their top-k concepts.
 
     Patches i and j are linked when |A_i ∩ A_j| ≥ δ; a group is a connected component (paper, Sec. 3.2).
 
-    A patch may have fewer than k active latents. By default a silent slot is no concept: it agrees only with
-    a silent slot of the other patch, a link needs at least one real concept in common, and the patches of an
-    image with no active concept at all form one group.
+    A patch may have fewer than k active latents. By default a silent slot is not a concept: it matches only a
+    silent slot of the other patch, a link needs at least one active concept in common, and all patches of an
+    image without any active concept form one group.
 
     Parameters
     ----------
     concepts : Concepts
         Top-k latents per patch.
     delta : int
-        Least number of shared concepts, from 1 to k.
+        Minimum number of shared concepts, from 1 to k.
     silent : {"group", "keep", "literal"}
-        ``"keep"``: a patch with no active concept stays a group of its own. ``"literal"``: silent slots are
-        filled with the lowest latents first, as arg-top-k over zeros does (see :meth:`Concepts.literal`).
+        Rule for patches without an active concept. ``"group"``: they form one group per image. ``"keep"``: each
+        forms its own group. ``"literal"``: silent slots are filled with the lowest latents, as arg-top-k over
+        zeros does (see :meth:`Concepts.literal`).
     offsets : Tensor of shape (images + 1,), optional
-        Where each image begins among the patches; without it they are one image.
+        First patch of each image, followed by N. Default: all patches belong to one image.
 
     Returns
     -------
@@ -88,40 +91,43 @@ def group_by_overlap(
 
     Examples
     --------
-    The paper's own: two patches whose strongest concepts c1 and c2 differ, and which share c3.
+    The example of the paper: two patches with different top concepts c1 and c2 that share c3.
 
     >>> c1, c2, c3 = 1, 2, 3
-    >>> one, two = Concepts.of([[c1], [c2]]), Concepts.of([[c1, c3], [c2, c3]])
-    >>> group_by_overlap(one, delta=1).label.tolist()  # k = 1: distinct argmax buckets
+    >>> top1, top2 = Concepts.of([[c1], [c2]]), Concepts.of([[c1, c3], [c2, c3]])
+    >>> group_by_overlap(top1, delta=1).label.tolist()  # k = 1: the top concepts differ
     [0, 1]
-    >>> group_by_overlap(two, delta=1).label.tolist()  # k = 2: c3 is shared
+    >>> group_by_overlap(top2, delta=1).label.tolist()  # k = 2: c3 is shared
     [0, 0]
-    >>> group_by_overlap(two, delta=2).label.tolist()  # the sets are not identical
+    >>> group_by_overlap(top2, delta=2).label.tolist()  # the sets are not identical
     [0, 1]
     """
     if not 1 <= delta <= concepts.k:
         raise BadParameter(
             f"delta must be between 1 and k={concepts.k}, got {delta}: "
-            "patches cannot share more concepts than each one keeps."
+            "patches cannot share more concepts than each of them has."
         )
     if silent not in get_args(Silent):
         raise BadParameter(f"silent must be one of {', '.join(map(repr, get_args(Silent)))}, got {silent!r}.")
     if not len(concepts):
-        raise BadTokens("There are no patches to group. An image has at least one.")
-    if offsets is not None and not fits(offsets, len(concepts)):
-        raise BadTokens(f"offsets must rise from 0 to the number of patches, {len(concepts)}.")
+        raise BadTokens("There are no patches to group. Give at least one.")
+    if offsets is not None and not are_valid_offsets(offsets, len(concepts)):
+        raise BadTokens(
+            f"offsets must be non-decreasing from 0 to the number of patches, {len(concepts)}; got {offsets.tolist()}."
+        )
     if silent == "literal":
         concepts = concepts.literal()
     lengths = np.array([len(concepts)]) if offsets is None else offsets.diff().cpu().numpy()
     image = np.repeat(np.arange(len(lengths)), lengths)
 
-    symbols, real, mute = _symbols(concepts.indices.cpu().numpy())
-    label = _components(symbols, real, delta, image, mute if silent == "group" else np.zeros_like(mute))
-    return _numbered(label, image, len(lengths), concepts.indices.device)
+    symbols, real, inactive = _symbols(concepts.indices.cpu().numpy())
+    together = inactive if silent == "group" else np.zeros_like(inactive)
+    label = _components(symbols, real, delta, image, together)
+    return _number_groups(label, image, len(lengths), concepts.indices.device)
 
 
 def shared_concepts(concepts: Concepts, groups: Groups) -> Tensor:
-    """The latent that most members of each group have among their top k, shape (G,); −1 where all are silent.
+    """Return the most common latent among the top k of each group's patches, shape (G,); −1 if all are silent.
 
     Ties go to the larger summed activation, then to the lowest latent.
     """
@@ -135,115 +141,112 @@ def shared_concepts(concepts: Concepts, groups: Groups) -> Tensor:
         values = concepts.values.detach().cpu().double().numpy()[member, slot]
         weight = np.bincount(inverse.reshape(-1), weights=values)
         group, latent = pair // width, pair % width
-        best = np.lexsort((latent, -weight, -count, group))  # the last key leads
+        best = np.lexsort((latent, -weight, -count, group))  # the last key is the primary one
         group, latent = group[best], latent[best]
-        leads = np.concatenate([[True], group[1:] != group[:-1]])
-        shared[group[leads]] = latent[leads]
+        is_first = np.concatenate([[True], group[1:] != group[:-1]])
+        shared[group[is_first]] = latent[is_first]
     return torch.from_numpy(shared).to(concepts.indices.device)
 
 
 def _symbols(indices: Ints) -> tuple[Ints, int, NDArray[np.bool_]]:
-    """Sort each row, with R + t for its t-th silent slot, R above all latents; R; and which rows are all silent.
+    """Return sorted rows of symbols, the number R above all latents, and a mask of rows without active latents.
 
-    Numbering the silent slots makes two rows share min(s_i, s_j) of them, and keeps every row a set.
+    The t-th silent slot of a row becomes the symbol R + t. With this numbering two rows with s_i and s_j silent slots
+    share min(s_i, s_j) of them, and every row is a set.
     """
     is_silent = indices == SILENT
     real = int(indices.max()) + 1
     symbols = np.where(is_silent, real - 1 + is_silent.cumsum(1), indices) if is_silent.any() else indices.copy()
     symbols.sort(axis=1)
-    twice = symbols[:, 1:] == symbols[:, :-1]
-    if twice.any():
-        row = int(twice.any(1).nonzero()[0][0])
-        raise BadParameter(f"Patch {row} names one concept twice; the top-k concepts of a patch are distinct.")
+    duplicate = symbols[:, 1:] == symbols[:, :-1]
+    if duplicate.any():
+        row = int(duplicate.any(1).nonzero()[0][0])
+        raise BadParameter(f"Patch {row} has the same concept twice. The top-k concepts of a patch must be distinct.")
     return symbols, real, is_silent.all(1)
 
 
 def _components(symbols: Ints, real: int, delta: int, image: Ints, together: NDArray[np.bool_]) -> Ints:
-    """Label the patches by component; patches that are ``together`` count as linked within their image."""
+    """Return the component of each patch; patches in the mask ``together`` are linked within their image."""
     patches, k = symbols.shape
-    if comb(k, delta) > MOST_KEYS:
+    if comb(k, delta) > MAX_KEYS:
         return _components_by_product(symbols, real, delta, image, together)
-    if delta == k:  # one key a patch, and the key is the component
+    if delta == k:  # one key per patch, which identifies the component
         label = image
         for column in symbols.T:
-            label = _paired(label, column, real + k)
-        mute = symbols[:, 0] >= real  # nothing but silence: no key, so a label below all keys
-        label = np.where(mute, np.where(together, -1 - image, -1 - len(image) - np.arange(patches)), label)
+            label = _combine(label, column, real + k)
+        inactive = symbols[:, 0] >= real  # no active latent and so no key: use a label below all keys
+        label = np.where(inactive, np.where(together, -1 - image, -1 - len(image) - np.arange(patches)), label)
         return np.unique(label, return_inverse=True)[1].reshape(-1)
     subsets = np.array(list(combinations(range(k), delta)))
-    rows, which = (symbols[:, subsets[:, 0]] < real).nonzero()  # sorted rows: the first symbol is real, if any is
+    rows, which = (symbols[:, subsets[:, 0]] < real).nonzero()  # rows are sorted: active latents come first
     key = image[rows]
     for column in subsets.T:
-        key = _paired(key, symbols[rows, column[which]], real + k)
-    linked, to = _chained(rows, key)
+        key = _combine(key, symbols[rows, column[which]], real + k)
+    left, right = _link_same_key(rows, key)
     extra = together.nonzero()[0]
-    later, earlier = _chained(extra, image[extra])
-    return _linked(np.concatenate([linked, later]), np.concatenate([to, earlier]), patches)
+    later, earlier = _link_same_key(extra, image[extra])
+    return _connected(np.concatenate([left, later]), np.concatenate([right, earlier]), patches)
 
 
-def _chained(patch: Ints, key: Ints) -> tuple[Ints, Ints]:
-    """Link every patch to the one before it that has the same key: no nodes for keys are needed."""
+def _link_same_key(patch: Ints, key: Ints) -> tuple[Ints, Ints]:
+    """Link every patch to the previous one with the same key, so that keys need no nodes of their own."""
     order = key.argsort(kind="stable")
     key, patch = key[order], patch[order]
-    same = key[1:] == key[:-1]  # neighbours with one key: a chain of links joins as well as links to the first do
+    same = key[1:] == key[:-1]  # a chain of links has the same components as links to the first patch
     return patch[1:][same], patch[:-1][same]
 
 
 def _components_by_product(symbols: Ints, real: int, delta: int, image: Ints, together: NDArray[np.bool_]) -> Ints:
-    """Do the same by counting shared concepts, for k so large that subsets would be too many."""
-    from scipy.sparse import csr_array
-
+    """Compute the same by counting shared concepts, for k with too many subsets."""
     patches, k = symbols.shape
     is_real = symbols < real
     spare = k - is_real.sum(1)
     rows, slots = is_real.nonzero()
-    columns = _paired(image[rows], symbols[rows, slots], real + k)
+    columns = _combine(image[rows], symbols[rows, slots], real + k)
     _, columns = np.unique(columns, return_inverse=True)
     shape = (patches, int(columns.max(initial=0)) + 1)
     has = csr_array((np.ones(len(rows), np.int32), (rows, columns)), shape=shape)
     has_t = has.T.tocsr()
     extra = together.nonzero()[0]
     label = np.arange(patches)
-    later, earlier = _chained(extra, image[extra])
+    later, earlier = _link_same_key(extra, image[extra])
     label[later] = earlier
     for start in range(0, patches, PRODUCT_ROWS):
-        shared = (has[start : start + PRODUCT_ROWS] @ has_t).tocoo()  # only pairs with a real concept in common
+        shared = (has[start : start + PRODUCT_ROWS] @ has_t).tocoo()  # only pairs that share an active concept
         i, j = shared.coords[0] + start, shared.coords[1]
         linked = shared.data + np.minimum(spare[i], spare[j]) >= delta
         every = np.arange(patches)
-        label = _first_member(_linked(np.concatenate([i[linked], every]), np.concatenate([j[linked], label]), patches))
+        joined = _connected(np.concatenate([i[linked], every]), np.concatenate([j[linked], label]), patches)
+        label = _first_member(joined)
     return np.unique(label, return_inverse=True)[1].reshape(-1)
 
 
-def _paired(key: Ints, symbol: Ints, base: int) -> Ints:
-    """Fold another symbol into integer keys, without collisions and without overflow."""
+def _combine(key: Ints, symbol: Ints, base: int) -> Ints:
+    """Combine integer keys with another symbol, without collisions or overflow."""
     if int(key.max(initial=0)) >= 2**62 // base:
         key = np.unique(key, return_inverse=True)[1].reshape(-1)
     return key * base + symbol
 
 
-def _linked(left: Ints, right: Ints, patches: int) -> Ints:
-    """Component labels of patches, given the links between them."""
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import connected_components
-
+def _connected(left: Ints, right: Ints, patches: int) -> Ints:
+    """Return the component of each patch, given the links between patches."""
     order = left.argsort(kind="stable")
-    starts = np.searchsorted(left[order], np.arange(patches + 1)).astype(np.int32)  # the types that scipy works in
+    starts = np.searchsorted(left[order], np.arange(patches + 1)).astype(np.int32)  # the index type that scipy uses
     graph = csr_array((np.ones(len(left)), right[order].astype(np.int32), starts), shape=(patches, patches))
     _, label = cast(tuple[int, NDArray[Any]], connected_components(graph, directed=False))
     return label.astype(np.int64)
 
 
 def _first_member(label: Ints) -> Ints:
-    """Name each component by its first patch."""
+    """Label each component by its first patch."""
     _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
     return first[inverse]
 
 
-def _numbered(label: Ints, image: Ints, images: int, device: torch.device) -> Groups:
-    """Number components, labelled from 0 without gaps, by first appearance."""
+def _number_groups(label: Ints, image: Ints, images: int, device: torch.device) -> Groups:
+    """Renumber components, labeled from 0 without gaps, by first appearance."""
     first = np.empty(int(label.max()) + 1, np.int64)
-    first[label[::-1]] = np.arange(len(label) - 1, -1, -1)  # the last one written is the first patch
+    first[label[::-1]] = np.arange(len(label) - 1, -1, -1)  # the first patch is written last
     order = first.argsort()
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))

@@ -1,7 +1,8 @@
-"""Reading and writing files: whole or not at all, and never running what is inside them."""
+"""Read and write files: writes are atomic, and no file content is ever executed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from platformdirs import user_cache_path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file as _save_safetensors
 from torch import Tensor
@@ -19,17 +21,15 @@ from torino.core.errors import BadFile
 
 
 def cache_dir() -> Path:
-    """Where torino keeps what it made or fetched: ``TORINO_CACHE``, or ``torino`` in the user's cache."""
-    given = os.environ.get("TORINO_CACHE")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~").expanduser() / ".cache") / "torino"
+    """Return the folder for generated and downloaded files: ``TORINO_CACHE``, or the user's cache folder."""
+    path = os.environ.get("TORINO_CACHE")
+    return Path(path) if path else user_cache_path("torino")
 
 
 def write_atomic(path: str | Path, write: Callable[[Path], None]) -> Path:
-    """Write a file through a temporary neighbour and rename it into place.
+    """Write a file atomically: write a temporary file in the same folder, then rename it.
 
-    A reader sees the old file or the new one, never half of one; a failed write leaves the old one.
+    A reader sees either the old or the new file. If writing fails, the old file stays as it was.
     """
     path = Path(path)
     if path.is_dir():
@@ -43,11 +43,11 @@ def write_atomic(path: str | Path, write: Callable[[Path], None]) -> Path:
     temporary = Path(name)
     try:
         write(temporary)
-        with temporary.open("rb") as done:
-            os.fsync(done.fileno())
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp makes private files; give it the usual rights
+        temporary.chmod(0o666 & ~mask)  # mkstemp creates private files; use the default permissions
         temporary.replace(path)
     except OSError as error:
         raise BadFile(f"Cannot write {path}: {error.strerror or error}. Nothing was changed.") from error
@@ -57,7 +57,7 @@ def write_atomic(path: str | Path, write: Callable[[Path], None]) -> Path:
 
 
 def write_json(path: str | Path, value: object) -> Path:
-    """Write ``value`` as indented JSON, whole or not at all."""
+    """Write ``value`` as indented JSON, atomically."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
     def write(target: Path) -> None:
@@ -67,67 +67,67 @@ def write_json(path: str | Path, value: object) -> Path:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object; anything else is a :class:`BadFile`."""
+    """Read a JSON object; raise :class:`BadFile` for anything else."""
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
     except ValueError as error:
-        raise BadFile(f"{path} is not valid JSON ({error}). Write it again or fetch it anew.") from error
+        raise BadFile(f"{path} is not valid JSON ({error}). Write it again or download it again.") from error
     if not isinstance(value, dict):
-        raise BadFile(f"{path} holds a JSON {type(value).__name__}, not an object with named fields.")
+        raise BadFile(f"{path} contains a JSON {type(value).__name__}, not an object with named fields.")
     return cast(dict[str, Any], value)
 
 
 def write_arrays(
     path: str | Path, arrays: Mapping[str, Tensor | np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> Path:
-    """Write named arrays to ``.npz`` or ``.safetensors``, by the ending of ``path``.
+    """Write named arrays to ``.npz`` or ``.safetensors``, depending on the suffix of ``path``.
 
-    ``metadata`` becomes the header of a safetensors file, and 0-d strings in an npz.
+    ``metadata`` is stored in the header of a safetensors file, or as 0-d string arrays in an npz file.
     """
     path, metadata = Path(path), dict(metadata or {})
     if path.suffix == ".safetensors":
         tensors: dict[str, Tensor] = {}
         for name, value in arrays.items():
-            taken = [tensor.data_ptr() for tensor in tensors.values()]
-            tensors[name] = _alone(torch.as_tensor(value).detach().cpu(), taken)
+            used = [tensor.data_ptr() for tensor in tensors.values()]
+            tensors[name] = _unshared(torch.as_tensor(value).detach().cpu(), used)
 
         def save(target: Path) -> None:
             try:
                 _save_safetensors(tensors, target, metadata or None)
-            except SafetensorError as error:  # a full disk, among others
+            except SafetensorError as error:  # for example a full disk
                 raise OSError(str(error)) from error
 
         return write_atomic(path, save)
     if path.suffix == ".npz":
-        plain = {name: _as_numpy(value) for name, value in arrays.items()}
-        plain |= {name: np.array(text) for name, text in metadata.items()}
+        values = {name: _as_numpy(value) for name, value in arrays.items()}
+        values |= {name: np.array(text) for name, text in metadata.items()}
 
         def write(target: Path) -> None:
             with target.open("wb") as file:
-                np.savez_compressed(file, **cast(dict[str, Any], plain))
+                np.savez_compressed(file, **cast(dict[str, Any], values))
 
         return write_atomic(path, write)
-    raise BadFile(f"Cannot write {path}: its ending is {path.suffix!r}. Accepted: .npz, .safetensors.")
+    raise BadFile(f"Cannot write {path}: the suffix is {path.suffix!r}. Accepted: .npz, .safetensors.")
 
 
 def read_arrays(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read named arrays and their metadata from ``.npz`` or ``.safetensors``."""
     path = Path(path)
     if not path.is_file():
-        raise BadFile(f"There is no file {path}. Accepted: a .npz or .safetensors file that exists.")
+        raise BadFile(f"There is no file {path}. Give an existing .npz or .safetensors file.")
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     if path.suffix == ".npz":
         return _read_npz(path)
-    raise BadFile(f"Cannot read {path}: its ending is {path.suffix!r}. Accepted: .npz, .safetensors.")
+    raise BadFile(f"Cannot read {path}: the suffix is {path.suffix!r}. Accepted: .npz, .safetensors.")
 
 
 def read_safetensors(
     path: str | Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the tensors whose name is ``wanted`` from a safetensors file, and its metadata."""
+    """Read the metadata of a safetensors file, and the tensors for whose name ``wanted`` is true."""
     try:
         with safe_open(str(path), framework="pt") as file:
             names = [name for name in file.keys() if wanted(name)]  # noqa: SIM118 (not a dict)
@@ -135,34 +135,44 @@ def read_safetensors(
     except (SafetensorError, OSError) as error:
         raise BadFile(
             f"{path} is not a readable safetensors file ({error}). "
-            "It may be truncated: write it again or fetch it anew."
+            "It may be truncated: write it again or download it again."
         ) from error
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a torch checkpoint of plain tensors; one that would run code is refused."""
+    """Read a torch checkpoint of plain tensors; raise :class:`BadFile` if loading it would run code."""
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise BadFile(f"There is no file {path}.") from error
     except Exception as error:
-        # torch raises UnpicklingError for both foreign code and damage, RuntimeError or EOFError for a cut archive
+        # torch raises UnpicklingError for code and for damage, RuntimeError or EOFError for a truncated archive
         if "weights_only" in str(error) or "Weights only" in str(error):
-            reason = "it holds more than tensors and would run code when opened"
+            reason = "it contains more than tensors and would run code when opened"
         else:
             reason = "it is truncated or not a torch checkpoint"
         raise BadFile(
-            f"{path} was refused: {reason}. Accepted: a state dict of plain tensors, or safetensors. "
-            "Ask its publisher for one of these, or fetch the file anew."
+            f"{path} was not loaded: {reason}. Accepted: a state dict of plain tensors, or safetensors. "
+            "Ask its publisher for one of these, or download the file again."
         ) from error
     if not isinstance(value, dict):
-        raise BadFile(f"{path} holds a {type(value).__name__}, not a state dict of named tensors.")
+        raise BadFile(f"{path} contains a {type(value).__name__}, not a state dict of named tensors.")
     return cast(dict[str, Any], value)
 
 
-def _alone(value: Tensor, taken: list[int]) -> Tensor:
-    """A contiguous tensor with memory of its own: safetensors refuses tensors that share it."""
-    owns = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes and value.data_ptr() not in taken
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of named tensors, including names, shapes and types."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _unshared(value: Tensor, used: list[int]) -> Tensor:
+    """Return a contiguous tensor that shares no memory: safetensors rejects tensors that do."""
+    owns = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes and value.data_ptr() not in used
     return value if owns else value.clone(memory_format=torch.contiguous_format)
 
 
@@ -180,15 +190,15 @@ def _read_npz(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with np.load(path, allow_pickle=False) as file:
             for name in file.files:
                 value = file[name]
-                if not isinstance(value, np.ndarray):  # a member of the zip that is no array comes as bytes
+                if not isinstance(value, np.ndarray):  # numpy returns other zip members as bytes
                     raise ValueError(f"{name} is not an array")
                 if value.dtype.kind == "U" and value.ndim == 0:
                     texts[name] = str(value)
-                elif value.dtype.kind in "biuf":  # dates, texts and the like are nothing anyone here asks for
+                elif value.dtype.kind in "biuf":  # other types, such as dates and text arrays, are not used
                     tensors[name] = torch.from_numpy(value)
-    except Exception as error:  # a damaged zip fails in a dozen ways, deep in zipfile, zlib and numpy
+    except Exception as error:  # a damaged archive raises many error types from zipfile, zlib and numpy
         raise BadFile(
             f"{path} is not a readable .npz of plain arrays ({error}). "
-            "It may be truncated, or hold pickled objects, which are never opened."
+            "It may be truncated, or contain pickled objects, which are never loaded."
         ) from error
     return tensors, texts

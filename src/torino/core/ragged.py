@@ -1,4 +1,4 @@
-"""Ragged: rows of several images laid end to end, with the offsets that part them."""
+"""Ragged batches: the rows of several images concatenated, with offsets."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torino.core.errors import BadTokens
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """A ragged batch: image i owns rows ``offsets[i]:offsets[i+1]`` of ``values``. Nothing is padded.
+    """A batch without padding: image i owns rows ``offsets[i]:offsets[i+1]`` of ``values``.
 
     Attributes
     ----------
     values : Tensor of shape (total, ...)
-        The rows of all images, one image after the other.
+        The rows of all images, concatenated.
     offsets : Tensor of shape (images + 1,), int64, on the CPU
-        Where each image begins; the last entry is ``total``. This is the ``cu_seqlens`` of
-        variable-length attention kernels.
+        First row of each image, followed by ``total``. Variable-length attention kernels call this
+        ``cu_seqlens``.
 
     Examples
     --------
@@ -34,19 +34,20 @@ class Ragged:
     offsets: Tensor
 
     def __post_init__(self) -> None:
-        """Refuse offsets that do not cover the rows exactly once."""
-        if not fits(self.offsets, len(self.values)):
+        """Raise an error unless the offsets cover the rows exactly once."""
+        if not are_valid_offsets(self.offsets, len(self.values)):
             raise BadTokens(
-                f"offsets must rise from 0 to the number of rows ({len(self.values)}), got {self.offsets.tolist()}."
+                f"offsets must be non-decreasing from 0 to the number of rows ({len(self.values)}), "
+                f"got {self.offsets.tolist()}."
             )
 
     @classmethod
     def of(cls, parts: Sequence[Tensor]) -> Ragged:
-        """Pack one tensor per image."""
+        """Concatenate one tensor per image."""
         if not parts:
-            raise BadTokens("An empty list of images was given. Give at least one.")
+            raise BadTokens("The list of images is empty. Give at least one image.")
         values = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-        return cls(values, offsets_of([len(part) for part in parts]))
+        return cls(values, offsets_from_lengths([len(part) for part in parts]))
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -60,22 +61,22 @@ class Ragged:
         return self.values[int(self.offsets[image]) : int(self.offsets[image + 1])]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Go through the images in order."""
+        """Iterate over the images in order."""
         return (self[image] for image in range(len(self)))
 
     @property
     def lengths(self) -> Tensor:
-        """Rows of each image, shape (images,)."""
+        """Number of rows of each image, shape (images,)."""
         return self.offsets.diff()
 
 
-def offsets_of(lengths: Sequence[int]) -> Tensor:
-    """Return the running sum of ``lengths``, starting at 0."""
+def offsets_from_lengths(lengths: Sequence[int]) -> Tensor:
+    """Return the cumulative sum of ``lengths``, starting at 0."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
 
 
-def fits(offsets: Tensor, rows: int) -> bool:
-    """Whether ``offsets`` part ``rows`` rows: from 0 to ``rows``, never falling."""
+def are_valid_offsets(offsets: Tensor, rows: int) -> bool:
+    """Return whether ``offsets`` start at 0, end at ``rows`` and never decrease."""
     return (
         offsets.ndim == 1
         and len(offsets) >= 1

@@ -1,7 +1,7 @@
-"""Reduction: a small sparse matrix that makes the output tokens, with the labels that explain each of them.
+"""Reduction: a sparse matrix that maps patches to output tokens, with labels for each output token.
 
-Letters, here and everywhere: N patches of an image, D width of a token, C concepts in the dictionary,
-k concepts kept per patch, G groups, M output tokens, H attention heads, E width of the language model.
+Symbols used in this package: N patches of an image, D token width, C latents of the SAE, k concepts per patch,
+G groups, M output tokens, H attention heads, E width of the language model.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch import Tensor
 from torino.core.errors import BadFile, BadParameter, BadTokens
 from torino.core.explanation import Explanation
 from torino.core.io import read_arrays, write_arrays
-from torino.core.ragged import Ragged, fits, offsets_of
+from torino.core.ragged import Ragged, are_valid_offsets, offsets_from_lengths
 
 FORMAT = "torino-reduction/1"
 
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """``reduced = A @ tokens``: which patches, with which weights, make each output token of one image, and why.
+    """Sparse matrix A with ``reduced = A @ tokens`` for one image, and labels that explain each output token.
 
-    All tensors live on the CPU; :meth:`apply` takes them to wherever the values are.
+    All tensors are on the CPU; :meth:`apply` moves them to the device of the values.
 
     Attributes
     ----------
     sources : Tensor of shape (nnz,), int64
-        Patch of each weight; N stands for the CLS token where a method keeps it.
+        Patch of each weight; N is the CLS token, for methods that keep it.
     weights : Tensor of shape (nnz,), float32
     offsets : Tensor of shape (M + 1,), int64
-        Output token m is made of entries ``offsets[m]:offsets[m+1]``.
+        Output token m is the sum of entries ``offsets[m]:offsets[m+1]``.
     anchor : Tensor of shape (M,), int64
-        The patch whose place the token takes; −1 for a token of no place, such as a global one.
+        The patch whose position the token takes; −1 for a token without position, such as a global one.
     concept : Tensor of shape (M,), int64
-        The latent that most of its patches share; −1 where there is none.
+        The latent that most of its patches share; −1 if there is none.
     role : tuple of M str
         ``"primary"``, ``"padding"``, ``"context"``, …
     grid : (int, int)
@@ -48,10 +48,10 @@ class Reduction:
     by : str
         The reducer that planned it, such as ``torino-m(k=2, delta=2)``.
     assigned : Tensor of shape (N,), int64
-        The output token that stands for each patch, −1 where none does. A pruned patch has no weight but may
-        still be stood for, by the patch that was kept in its group.
+        The output token that represents each patch; −1 if none does. A pruned patch has no weight but may still be
+        represented, by the patch that was kept in its group.
     score : Tensor of shape (M,), float32
-        What the method ranked the token by, such as the peak activation a(i); NaN where it has no score.
+        Score that the method ranked the token by, such as the peak activation a(i); NaN if it has none.
     """
 
     sources: Tensor
@@ -66,27 +66,27 @@ class Reduction:
     score: Tensor
 
     def __post_init__(self) -> None:
-        """Refuse labels that do not fit the matrix."""
+        """Check that matrix and labels are consistent."""
         m, n, nnz = len(self), self.patches, len(self.sources)
         shapes = {"weights": (nnz,), "anchor": (m,), "concept": (m,), "score": (m,), "assigned": (n,)}
         for name, shape in shapes.items():
             if getattr(self, name).shape != shape:
                 raise BadParameter(f"{name} must have shape {shape}, got {tuple(getattr(self, name).shape)}.")
         if len(self.role) != m:
-            raise BadParameter(f"role must name one role for each of the {m} output tokens, got {len(self.role)}.")
-        if not fits(self.offsets, nnz):
-            raise BadParameter(f"offsets must rise from 0 to the {nnz} entries, got {self.offsets.tolist()}.")
+            raise BadParameter(f"role must have one entry for each of the {m} output tokens, got {len(self.role)}.")
+        if not are_valid_offsets(self.offsets, nnz):
+            raise BadParameter(f"offsets must be non-decreasing from 0 to {nnz}, got {self.offsets.tolist()}.")
         for name, low, high in (("sources", 0, n), ("anchor", -1, n), ("assigned", -1, m - 1)):
             values: Tensor = getattr(self, name)
             if len(values) and not (low <= int(values.min()) and int(values.max()) <= high):
-                raise BadParameter(f"{name} must lie between {low} and {high}, got {values.unique().tolist()}.")
+                raise BadParameter(f"{name} must be between {low} and {high}, got {values.unique().tolist()}.")
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[int, float]], grid: tuple[int, int], by: str = "by hand") -> Reduction:
-        """Make a reduction by hand, one mapping of patch to weight per output token; labels follow from it.
+        """Create a reduction from one mapping of patch to weight per output token.
 
-        Each token is anchored at its heaviest patch and stands for those of its patches that no earlier token
-        stands for.
+        The labels follow from the weights: each token is anchored at the patch with the largest weight and represents
+        those of its patches that no earlier token represents.
         """
         patches = grid[0] * grid[1]
         _check_patches([patch for row in rows for patch in row], patches)
@@ -98,7 +98,7 @@ class Reduction:
         return cls(
             sources=torch.tensor([patch for row in rows for patch in row], dtype=torch.int64),
             weights=torch.tensor([weight for row in rows for weight in row.values()], dtype=torch.float32),
-            offsets=offsets_of([len(row) for row in rows]),
+            offsets=offsets_from_lengths([len(row) for row in rows]),
             anchor=torch.tensor([-1 if patch == patches else patch for patch in heaviest], dtype=torch.int64),
             concept=torch.full((len(rows),), -1),
             role=("primary",) * len(rows),
@@ -110,7 +110,7 @@ class Reduction:
 
     @classmethod
     def identity(cls, grid: tuple[int, int], by: str = "identity") -> Reduction:
-        """Keep every patch as it is."""
+        """Keep every patch unchanged."""
         every = torch.arange(grid[0] * grid[1])
         return cls.pick(every, grid, by)
 
@@ -125,16 +125,16 @@ class Reduction:
         score: Tensor | None = None,
         assigned: Tensor | None = None,
     ) -> Reduction:
-        """Keep the patches ``kept``, of shape (M,), in that order: what a pruning method needs to say.
+        """Create a pruning that keeps the patches ``kept``, of shape (M,), in that order.
 
-        ``assigned`` tells which kept patch stands for each patch; by default each kept patch for itself alone.
+        ``assigned`` is the output token that represents each patch. By default a kept patch represents only itself.
         """
         kept, m = kept.cpu(), len(kept)
         _check_patches(kept.tolist(), grid[0] * grid[1])
         if assigned is None:
             assigned = kept.new_full((grid[0] * grid[1] + 1,), -1)
             assigned[kept] = torch.arange(m)
-            assigned = assigned[:-1]  # the CLS token, index N, takes no place on the grid
+            assigned = assigned[:-1]  # the CLS token, index N, is not on the grid
         return cls(
             sources=kept,
             weights=torch.ones(m),
@@ -163,8 +163,8 @@ class Reduction:
         return bool((self.offsets.diff() == 1).all()) and bool((self.weights == 1).all())
 
     @property
-    def mass(self) -> Tensor:
-        """How many patches each output token stands for, at least 1, shape (M,)."""
+    def sizes(self) -> Tensor:
+        """Number of patches that each output token represents, at least 1, shape (M,)."""
         return self.assigned[self.assigned >= 0].bincount(minlength=len(self)).clamp(min=1)
 
     @cached_property
@@ -173,36 +173,36 @@ class Reduction:
         return torch.repeat_interleave(self.offsets.diff())
 
     def __repr__(self) -> str:
-        """Tell how many tokens became how many."""
-        kinds = ", ".join(f"{self.role.count(role)} {role}" for role in dict.fromkeys(self.role))
-        return f"Reduction({self.patches} -> {len(self)} tokens by {self.by}: {kinds})"
+        """Return the numbers of input and output tokens, the method and the roles."""
+        counts = ", ".join(f"{self.role.count(role)} {role}" for role in dict.fromkeys(self.role))
+        return f"Reduction({self.patches} -> {len(self)} tokens by {self.by}: {counts})"
 
-    # ------------------------------------------------------------------ using it
+    # ------------------------------------------------------------------ application
 
     def apply(self, values: Tensor, cls: Tensor | None = None) -> Tensor:
         """Reduce per-patch values of shape (N, ...) to per-token values of shape (M, ...).
 
-        Works for any trailing shape and any float dtype, and gradients flow through it. Half precision is
-        summed in float32. Where the method keeps the CLS token, give it as ``cls`` (or values of N + 1 rows).
+        Supports any trailing shape, any float dtype and gradients. Half precision is summed in float32. If the
+        method keeps the CLS token, give it as ``cls`` or as row N of ``values``.
 
         Examples
         --------
         >>> Reduction.of([{0: 0.5, 1: 0.5}], grid=(1, 2)).apply(torch.tensor([[2.0], [4.0]]))
         tensor([[3.]])
         """
-        return _apply(self, _rows_of(values, cls, self), self.is_pruning)
+        return _apply(self, _input_rows(values, cls, self), self.is_pruning)
 
     def paint(self, per_token: Tensor, over: Literal["sources", "groups"] = "sources") -> Tensor:
-        """Spread per-token values of shape (M, ...) back over the patches, shape (N, ...), for drawing.
+        """Map per-token values of shape (M, ...) back to the patches, shape (N, ...), for visualization.
 
-        Over ``"sources"`` a patch gets the mean of the tokens it is part of, weighted as it is part of them;
-        over ``"groups"`` it gets the value of the token that stands for it. Patches of no token get NaN.
+        With ``over="sources"`` a patch gets the mean of the tokens that contain it, weighted by the absolute value of
+        its weights. With ``over="groups"`` it gets the value of the token that represents it. Other patches get NaN.
         """
         if over not in ("sources", "groups"):
             raise BadParameter(f"over must be 'sources' or 'groups', got {over!r}.")
         values = per_token if per_token.is_floating_point() else per_token.float()
         if len(values) != len(self):
-            raise BadParameter(f"paint takes one value for each of the {len(self)} output tokens, got {len(values)}.")
+            raise BadParameter(f"paint needs one value for each of the {len(self)} output tokens, got {len(values)}.")
         values = values.detach().cpu()
         painted = values.new_full((self.patches, *values.shape[1:]), torch.nan)
         if over == "groups":
@@ -218,23 +218,23 @@ class Reduction:
         return painted
 
     def then(self, after: Reduction) -> Reduction:
-        """Follow this reduction by another one planned on its output: the matrix product, labels included.
+        """Compose this reduction with another one planned on its output: the matrix product, with labels.
 
-        ``after`` sees M patches, on a grid of M places such as (1, M). Its anchors are translated to patches of
-        the image; a token without a concept of its own keeps the one of the token it is anchored at.
+        ``after`` is a reduction of M patches, on a grid such as (1, M). Its anchors are translated to patches of the
+        image. A token without a concept inherits the concept of the token it is anchored at.
         """
         m, n = len(self), self.patches
         if after.patches != m:
             raise BadParameter(
-                f"This reduction gives {m} tokens, and the next one was planned on {after.patches} patches. "
-                "Plan it on the output of this one."
+                f"This reduction outputs {m} tokens, but the next one was planned on {after.patches} patches. "
+                "Plan the next one on the output of this one."
             )
-        is_cls = after.sources == m  # the CLS token of the second reduction is that of the image
+        is_cls = after.sources == m  # both reductions refer to the same CLS token
         counts = torch.where(is_cls, 1, self.offsets.diff()[after.sources.clamp(max=m - 1)])
         entry = torch.repeat_interleave(counts)
         first = torch.where(is_cls, 0, self.offsets[after.sources.clamp(max=m - 1)])
         inner = first[entry] + torch.arange(len(entry)) - (counts.cumsum(0) - counts)[entry]
-        # one more entry stands for the CLS token itself, so that nothing is indexed out of an empty matrix
+        # an extra entry represents the CLS token, so that an empty matrix can be indexed too
         inner = torch.where(is_cls[entry], len(self.sources), inner)
         sources = torch.cat([self.sources, torch.tensor([n])])[inner]
         weights = after.weights[entry] * torch.cat([self.weights, torch.ones(1)])[inner]
@@ -247,7 +247,7 @@ class Reduction:
         return Reduction(
             sources=key % (n + 1),
             weights=weights,
-            offsets=offsets_of(torch.bincount(key // (n + 1), minlength=len(after)).tolist()),
+            offsets=offsets_from_lengths(torch.bincount(key // (n + 1), minlength=len(after)).tolist()),
             anchor=anchor,
             concept=concept,
             role=after.role,
@@ -258,12 +258,12 @@ class Reduction:
         )
 
     def explain(self, token: int, names: Mapping[int, str] | None = None) -> Explanation:
-        """Tell what output token ``token`` is made of, where it sits, which concept it carries, and why it is there.
+        """Return sources, position, concept, role and score of one output token.
 
-        ``names`` maps latents to words, where someone has named them.
+        ``names`` maps latents to names, if there are any.
         """
         if not -len(self) <= token < len(self):
-            raise BadParameter(f"There are {len(self)} output tokens, numbered from 0; got {token}.")
+            raise BadParameter(f"token must be between 0 and {len(self) - 1}, got {token}.")
         token %= len(self)
         entries = slice(int(self.offsets[token]), int(self.offsets[token + 1]))
         concept = int(self.concept[token])
@@ -281,24 +281,24 @@ class Reduction:
             score=float(self.score[token]),
         )
 
-    # ------------------------------------------------------------------ on disk
+    # ------------------------------------------------------------------ files
 
     def save(self, path: str | Path) -> Path:
-        """Write one ``.npz`` (or ``.safetensors``) of a few kB, whole or not at all."""
+        """Write the reduction to ``.npz`` or ``.safetensors`` (a few kB), atomically."""
         return ReductionBatch.of([self]).save(path)
 
     @staticmethod
     def load(path: str | Path) -> Reduction:
-        """Read what :meth:`save` wrote."""
+        """Read a file written by :meth:`save`."""
         batch = ReductionBatch.load(path)
         if len(batch) != 1:
-            raise BadFile(f"{path} holds {len(batch)} reductions. Read it with ReductionBatch.load.")
+            raise BadFile(f"{path} contains {len(batch)} reductions. Read it with ReductionBatch.load.")
         return batch[0]
 
 
 @dataclass(frozen=True, eq=False)
 class ReductionBatch(Sequence[Reduction]):
-    """The reductions of several images, applied in one go: a block-diagonal matrix.
+    """The reductions of several images, applied together as a block-diagonal matrix.
 
     Attributes
     ----------
@@ -310,9 +310,9 @@ class ReductionBatch(Sequence[Reduction]):
 
     @classmethod
     def of(cls, reductions: Sequence[Reduction]) -> ReductionBatch:
-        """Put reductions of one image each side by side."""
+        """Create a batch from the reductions of single images."""
         if not reductions:
-            raise BadTokens("An empty list of images was given. Give at least one.")
+            raise BadTokens("The list of images is empty. Give at least one image.")
         return cls(tuple(reductions))
 
     @overload
@@ -328,44 +328,45 @@ class ReductionBatch(Sequence[Reduction]):
         return len(self.reductions)
 
     def __iter__(self) -> Iterator[Reduction]:
-        """Go through the images in order."""
+        """Iterate over the images in order."""
         return iter(self.reductions)
 
     @property
     def lengths(self) -> Tensor:
-        """Output tokens of each image, shape (images,)."""
+        """Number of output tokens of each image, shape (images,)."""
         return torch.tensor([len(reduction) for reduction in self.reductions])
 
     def __repr__(self) -> str:
-        """Tell how many tokens the images became."""
+        """Return the numbers of images and output tokens, and the method."""
         lengths = self.lengths
         return (
             f"ReductionBatch({len(self)} images -> {int(lengths.sum())} tokens, "
-            f"{int(lengths.min())} to {int(lengths.max())} an image, by {self[0].by})"
+            f"{int(lengths.min())} to {int(lengths.max())} per image, by {self[0].by})"
         )
 
     def apply(self, values: Ragged | Sequence[Tensor], cls: Sequence[Tensor] | None = None) -> Ragged:
-        """Reduce the values of all images at once: (ΣN, ...) in, (ΣM, ...) out, with offsets, no padding."""
+        """Reduce the values of all images at once: (ΣN, ...) in, (ΣM, ...) out, without padding."""
         parts = list(values)
         if len(parts) != len(self):
-            raise BadTokens(f"This batch reduces {len(self)} images, and values of {len(parts)} were given.")
+            raise BadTokens(f"This batch reduces {len(self)} images, but values of {len(parts)} images were given.")
         tokens = list(cls) if cls is not None else [None] * len(self)
         if len(tokens) != len(self):
-            raise BadTokens(f"This batch reduces {len(self)} images, and CLS tokens of {len(tokens)} were given.")
-        rows = [_rows_of(part, token, red) for part, token, red in zip(parts, tokens, self, strict=True)]
+            raise BadTokens(f"This batch reduces {len(self)} images, but {len(tokens)} CLS tokens were given.")
+        rows = [_input_rows(part, token, red) for part, token, red in zip(parts, tokens, self, strict=True)]
         pruning = all(reduction.is_pruning for reduction in self)
         if len(rows) == 1:
-            return Ragged(_apply(self[0], rows[0], pruning), offsets_of(self.lengths.tolist()))
-        whole = isinstance(values, Ragged) and all(row is part for row, part in zip(rows, parts, strict=True))
-        stacked = values.values if whole and isinstance(values, Ragged) else torch.cat(rows)
-        return Ragged(
-            _apply(self._joined([len(row) for row in rows]), stacked, pruning), offsets_of(self.lengths.tolist())
-        )
+            return Ragged(_apply(self[0], rows[0], pruning), offsets_from_lengths(self.lengths.tolist()))
+        if isinstance(values, Ragged) and all(row is part for row, part in zip(rows, parts, strict=True)):
+            stacked = values.values  # already concatenated
+        else:
+            stacked = torch.cat(rows)
+        matrix = self._block_diagonal([len(row) for row in rows])
+        return Ragged(_apply(matrix, stacked, pruning), offsets_from_lengths(self.lengths.tolist()))
 
-    def _joined(self, heights: Sequence[int]) -> _Matrix:
-        starts = offsets_of(heights).tolist()
-        ends = offsets_of([len(reduction.sources) for reduction in self]).tolist()
-        return _Matrix(
+    def _block_diagonal(self, heights: Sequence[int]) -> _SparseMatrix:
+        starts = offsets_from_lengths(heights).tolist()
+        ends = offsets_from_lengths([len(reduction.sources) for reduction in self]).tolist()
+        return _SparseMatrix(
             sources=torch.cat([red.sources + start for red, start in zip(self, starts, strict=False)]),
             weights=torch.cat([red.weights for red in self]),
             offsets=torch.cat(
@@ -374,7 +375,7 @@ class ReductionBatch(Sequence[Reduction]):
         )
 
     def arrays(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Return everything needed to rebuild the batch, as named arrays and texts."""
+        """Return the arrays and texts that are stored in a file."""
         roles = sorted({role for reduction in self for role in reduction.role})
         code = {role: index for index, role in enumerate(roles)}
         arrays = {
@@ -389,39 +390,39 @@ class ReductionBatch(Sequence[Reduction]):
         return arrays, texts
 
     def save(self, path: str | Path, **others: Tensor) -> Path:
-        """Write the batch to ``.npz`` or ``.safetensors``, whole or not at all; ``others`` ride along."""
+        """Write the batch to ``.npz`` or ``.safetensors``, atomically, with ``others`` as additional arrays."""
         arrays, texts = self.arrays()
         return write_arrays(path, {**arrays, **others}, texts)
 
     @classmethod
     def load(cls, path: str | Path) -> ReductionBatch:
-        """Read what :meth:`save` wrote."""
+        """Read a file written by :meth:`save`."""
         arrays, texts = read_arrays(path)
         if texts.get("format") != FORMAT:
             raise BadFile(
-                f"{path} is not a saved reduction: its format is {texts.get('format', 'not named')!r}, "
+                f"{path} is not a saved reduction: its format is {texts.get('format', 'missing')!r}, "
                 f"not {FORMAT!r}. Give a file written by Reduction.save or torino reduce."
             )
         try:
             return cls.of(_rebuild(arrays, texts))
         except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise BadFile(f"{path} is damaged: its parts do not fit together ({error}). Make it again.") from error
+            raise BadFile(f"{path} is damaged: its arrays are inconsistent ({error}). Create it again.") from error
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """The bare matrix, without labels: what applying needs."""
+class _SparseMatrix:
+    """A reduction matrix without labels."""
 
     sources: Tensor
     weights: Tensor
     offsets: Tensor
 
 
-def _check_patches(given: Sequence[int], patches: int) -> None:
-    wrong = [patch for patch in given if not 0 <= patch <= patches]
-    if wrong:
+def _check_patches(indices: Sequence[int], patches: int) -> None:
+    invalid = [patch for patch in indices if not 0 <= patch <= patches]
+    if invalid:
         raise BadParameter(
-            f"There is no patch {wrong[0]}: the grid has patches 0 to {patches - 1}, and {patches} is the CLS token."
+            f"There is no patch {invalid[0]}: the grid has patches 0 to {patches - 1}, and {patches} is the CLS token."
         )
 
 
@@ -439,7 +440,7 @@ def _rebuild(arrays: dict[str, Tensor], texts: dict[str, str]) -> list[Reduction
         Reduction(
             sources=per_entry["sources"][i],
             weights=per_entry["weights"][i],
-            offsets=offsets_of(per_token["row_lengths"][i].tolist()),
+            offsets=offsets_from_lengths(per_token["row_lengths"][i].tolist()),
             anchor=per_token["anchor"][i],
             concept=per_token["concept"][i],
             role=tuple(roles[code] for code in per_token["role"][i].tolist()),
@@ -452,28 +453,28 @@ def _rebuild(arrays: dict[str, Tensor], texts: dict[str, str]) -> list[Reduction
     ]
 
 
-def _rows_of(values: Tensor, cls: Tensor | None, reduction: Reduction) -> Tensor:
-    """The rows a reduction reads: N, or N + 1 with the CLS token last."""
+def _input_rows(values: Tensor, cls: Tensor | None, reduction: Reduction) -> Tensor:
+    """Return the input rows of a reduction: N patches, or N + 1 rows with the CLS token last."""
     if not values.is_floating_point():
-        raise BadTokens(f"apply takes floating-point values, got {values.dtype}. Convert them with .float().")
+        raise BadTokens(f"apply needs floating-point values, got {values.dtype}. Convert them with .float().")
     n = reduction.patches
     reads_cls = bool((reduction.sources == n).any())
     if len(values) == n and cls is not None and reads_cls:
         values = torch.cat([values, cls.to(values)[None]])
-    wanted = (n, n + 1) if not reads_cls else (n + 1,)
-    if len(values) not in wanted:
+    accepted = (n + 1,) if reads_cls else (n, n + 1)
+    if len(values) not in accepted:
         extra = " and a CLS token (give cls=...)" if reads_cls else ""
-        raise BadTokens(f"This reduction reads {n} patches{extra}, and {len(values)} rows of values were given.")
+        raise BadTokens(f"This reduction reads {n} patches{extra}, but {len(values)} rows of values were given.")
     return values
 
 
-def _apply(matrix: Reduction | _Matrix, values: Tensor, pruning: bool) -> Tensor:
+def _apply(matrix: Reduction | _SparseMatrix, values: Tensor, pruning: bool) -> Tensor:
     sources = matrix.sources.to(values.device)
     if pruning:
         return values.index_select(0, sources)
     wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
     table = wide.flatten(1) if wide.ndim > 1 else wide[:, None]
-    # a sum over each run of rows, in a fixed order on every device, unlike index_add
+    # embedding_bag sums in a fixed order on every device, unlike index_add
     sums = torch.nn.functional.embedding_bag(
         sources,
         table,

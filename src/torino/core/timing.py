@@ -1,4 +1,4 @@
-"""Stages: how long each part of a piece of work took, told only to those who ask."""
+"""Opt-in timing of pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _recorder: ContextVar[dict[str, float] | None] = ContextVar("torino_stages", def
 
 @contextmanager
 def recording() -> Generator[dict[str, float]]:
-    """Record the seconds of every :func:`stage` inside the block; each thread records for itself.
+    """Record the seconds of every :func:`stage` inside the block, separately for each thread.
 
     Examples
     --------
@@ -34,21 +34,21 @@ def recording() -> Generator[dict[str, float]]:
 
 @contextmanager
 def stage(name: str) -> Generator[None]:
-    """Add the time of the block to the stage ``name``; costs nothing where nobody records."""
+    """Add the time of the block to the stage ``name``; do nothing unless :func:`recording` is active."""
     seconds = _recorder.get()
     if seconds is None:
         yield
         return
-    _settle()
+    synchronize()
     begin = time.perf_counter()
     try:
         yield
     finally:
-        _settle()
+        synchronize()
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
-def _settle() -> None:
-    """Wait for the GPU, if one is in use: its work is queued, and a clock would only see the queueing."""
+def synchronize() -> None:
+    """Wait for queued GPU work, so that the measured time includes it."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""VisualTokens: what an image has become once the vision encoder has read it."""
+"""Visual tokens: the patch tokens of an image after the vision encoder, and token files."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Origin:
-    """Where tokens come from, so that an SAE trained elsewhere can be recognised.
+    """Encoder and block that tokens come from; used to detect an SAE trained on other tokens.
 
     Attributes
     ----------
     encoder : str
         Name of the vision encoder, such as ``openai/clip-vit-large-patch14-336``; empty when unknown.
     block : int or None
-        Zero-based block whose output the tokens are. LLaVA-1.5 reads block 22 of 24 (``hidden_states[-2]``).
+        Zero-based block that outputs the tokens. LLaVA-1.5 reads block 22 of 24 (``hidden_states[-2]``).
     """
 
     encoder: str = ""
     block: int | None = None
 
     def __str__(self) -> str:
-        """Name the encoder and block in words."""
+        """Return the names of encoder and block."""
         return f"{self.encoder or 'an unnamed encoder'}, block {'unknown' if self.block is None else self.block}"
 
 
 @dataclass(frozen=True, eq=False)
 class VisualTokens:
-    """The patch tokens of one image at the tap layer, with the signals a reducer may ask for.
+    """The patch tokens of one image at the feature layer, with optional signals for reducers.
 
     Attributes
     ----------
@@ -58,7 +58,8 @@ class VisualTokens:
     keys : Tensor of shape (N, Dk), optional
         Attention keys of each patch.
     signals : mapping of str to Tensor
-        Signals of other blocks or kinds by name, such as ``"keys@+1"``, the keys of the block after the tap.
+        Signals of other blocks or kinds by name, such as ``"keys@+1"``: the keys of the block after
+        the feature layer.
 
     Examples
     --------
@@ -75,37 +76,37 @@ class VisualTokens:
     signals: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def __post_init__(self) -> None:
-        """Refuse tokens that no reducer could make sense of."""
+        """Check shapes, types and values."""
         check_matrix(self.patches, "patches")
-        rows, columns = _pair(self.grid)
+        rows, columns = _check_grid(self.grid)
         count, width = self.patches.shape
         if rows < 1 or columns < 1 or rows * columns != count:
             raise BadTokens(
-                f"grid {rows}x{columns} holds {max(rows, 0) * max(columns, 0)} patches, but {count} were given. "
-                "rows times columns must equal the number of patches; the CLS token goes into cls=, not into patches."
+                f"grid {rows}x{columns} has {max(rows, 0) * max(columns, 0)} patches, but {count} were given. "
+                "rows times columns must equal the number of patches. Pass the CLS token as cls=, not in patches."
             )
         for name, shape in (("cls", (width,)), ("cls_attention", (None, count)), ("keys", (count, None))):
             signal: Tensor | None = getattr(self, name)
             if signal is None:
                 continue
-            wanted = " x ".join("any" if size is None else str(size) for size in shape)
+            expected = " x ".join("any" if size is None else str(size) for size in shape)
             if not isinstance(signal, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not type-check
-                raise BadTokens(f"{name} must be a Tensor of shape ({wanted}), got {type(signal).__name__}.")
+                raise BadTokens(f"{name} must be a Tensor of shape ({expected}), got {type(signal).__name__}.")
             if not _has_shape(signal, shape):
-                raise BadTokens(f"{name} must have shape ({wanted}), got {tuple(signal.shape)}.")
+                raise BadTokens(f"{name} must have shape ({expected}), got {tuple(signal.shape)}.")
             if not bool(torch.isfinite(signal).all()):
-                raise BadTokens(f"{name} holds NaN or infinite values. Run the encoder in float32 or bfloat16.")
+                raise BadTokens(f"{name} contains NaN or infinite values. Run the encoder in float32 or bfloat16.")
 
     @classmethod
     def of(cls, patches: Tensor, grid: tuple[int, int] | None = None, **others: Any) -> VisualTokens:
-        """Make tokens from patches alone, on a square grid unless ``grid`` is given."""
+        """Create tokens from patches; the grid is square unless ``grid`` is given."""
         if grid is None:
             check_matrix(patches, "patches")
             side = isqrt(len(patches))
             if side * side != len(patches):
                 raise BadTokens(
-                    f"{len(patches)} patches do not form a square grid. Give grid=(rows, columns), "
-                    "or put a leading CLS token into cls= first."
+                    f"{len(patches)} patches do not form a square grid. Give grid=(rows, columns). "
+                    "If the first token is the CLS token, pass it as cls= instead."
                 )
             grid = (side, side)
         return cls(patches, grid, **others)
@@ -120,7 +121,7 @@ class VisualTokens:
         return self.patches.shape[1]
 
     def __repr__(self) -> str:
-        """Say how many patches there are and where they come from."""
+        """Return the number of patches, the grid and the origin."""
         rows, columns = self.grid
         return f"VisualTokens({len(self)} patches of width {self.width} on a {rows}x{columns} grid, from {self.origin})"
 
@@ -129,36 +130,38 @@ class VisualTokens:
         return replace(self, **changes)
 
     def signal(self, name: str, wanted_by: str) -> Tensor:
-        """Return a signal by name, or say who needed it and did not get it."""
+        """Return a signal by name; raise :class:`MissingSignal` with the name of the method ``wanted_by``."""
         value: Tensor | None = self.signals.get(name, getattr(self, name, None))
         if value is None:
-            given = f"{name}=..." if name in ("cls", "cls_attention", "keys") else f"signals={{{name!r}: ...}}"
+            argument = f"{name}=..." if name in ("cls", "cls_attention", "keys") else f"signals={{{name!r}: ...}}"
             raise MissingSignal(
-                f"{wanted_by} reads {name}, and these tokens do not carry it. "
-                f"Give VisualTokens(..., {given}), or choose a reducer that does without."
+                f"{wanted_by} needs the signal {name}, which these tokens do not have. "
+                f"Give VisualTokens(..., {argument}), or choose a reducer that does not need it."
             )
         return value
 
 
 def ragged_patches(images: Sequence[VisualTokens]) -> Ragged:
-    """Lay the patches of several images end to end; one image is passed on without a copy."""
+    """Concatenate the patches of several images; a single image is not copied."""
     if not images:
-        raise BadTokens("An empty list of images was given. Give at least one.")
+        raise BadTokens("The list of images is empty. Give at least one image.")
     widths = {image.width for image in images}
     if len(widths) > 1:
-        raise BadTokens(f"The images of a batch must have tokens of one width, got widths {sorted(widths)}.")
+        raise BadTokens(f"All images of a batch must have tokens of the same width, got widths {sorted(widths)}.")
     return Ragged.of([image.patches for image in images])
 
 
 def save_tokens(images: Sequence[VisualTokens], path: str | Path) -> Path:
     """Write the patches of several images to ``.npz`` or ``.safetensors``, for ``torino reduce``.
 
-    The file holds ``patches`` (all images end to end), ``grids`` (images, 2), and the origin as metadata.
+    The file contains ``patches`` (of all images, concatenated), ``grids`` (images, 2), and the origin as metadata.
     """
     packed = ragged_patches(images)
     origins = {image.origin for image in images}
     if len(origins) > 1:
-        raise BadTokens(f"One file holds tokens of one origin, got {len(origins)}: {', '.join(map(str, origins))}.")
+        raise BadTokens(
+            f"All tokens of a file must have the same origin, got {len(origins)}: {', '.join(map(str, origins))}."
+        )
     origin = origins.pop()
     metadata = {"encoder": origin.encoder} if origin.encoder else {}
     metadata |= {} if origin.block is None else {"block": str(origin.block)}
@@ -170,14 +173,14 @@ def load_tokens(path: str | Path) -> list[VisualTokens]:
     """Read the images of a token file.
 
     Accepted layouts of ``patches``: (N, D) for one image; (images, N, D); or (total, D) with ``grids`` of shape
-    (images, 2) that say how the rows part. Without ``grids`` each image must be a square grid. ``encoder`` and
-    ``block`` are read from the metadata if they are there.
+    (images, 2), which define how the rows are split. Without ``grids`` each image must be a square grid. ``encoder``
+    and ``block`` are read from the metadata if present.
     """
     arrays, texts = read_arrays(path)
     if "patches" not in arrays:
         raise BadFile(
             f"{path} has no array called 'patches'; it has {', '.join(sorted(arrays)) or 'none'}. "
-            "Write one of shape (N, D), (images, N, D), or (total, D) together with 'grids'."
+            "Give it shape (N, D), (images, N, D), or (total, D) together with 'grids'."
         )
     patches, grids = arrays["patches"], _read_grids(arrays.get("grids", arrays.get("grid")), path)
     block = texts.get(
@@ -190,31 +193,31 @@ def load_tokens(path: str | Path) -> list[VisualTokens]:
         sizes = [rows * columns for rows, columns in grids]
         if patches.ndim != 2 or min(sizes) < 1 or sum(sizes) != len(patches):
             raise BadTokens(
-                f"The grids in {path} hold {sum(sizes)} patches, but patches has shape {tuple(patches.shape)}."
+                f"The grids in {path} have {sum(sizes)} patches, but patches has shape {tuple(patches.shape)}."
             )
         parts = list(patches.split(sizes))
     else:
         parts = [patches]
     if grids is not None and len(grids) != len(parts):
-        raise BadTokens(f"{path} holds {len(parts)} images but {len(grids)} grids; there must be one for each.")
+        raise BadTokens(f"{path} contains {len(parts)} images but {len(grids)} grids. Give one grid per image.")
     return [VisualTokens.of(part, grids[i] if grids else None, origin=origin) for i, part in enumerate(parts)]
 
 
 def check_matrix(values: Tensor, name: str) -> None:
-    """Refuse anything but a non-empty, finite, floating-point matrix."""
+    """Raise :class:`BadTokens` unless ``values`` is a non-empty, finite, floating-point matrix."""
     if not isinstance(values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not type-check
         raise BadTokens(f"{name} must be a torch Tensor, got {type(values).__name__}. Use torch.as_tensor(...).")
     if values.ndim != 2:
         raise BadTokens(f"{name} must have shape (N, D), got {tuple(values.shape)}. Give one image at a time.")
     if 0 in values.shape:
-        raise BadTokens(f"{name} is empty: its shape is {tuple(values.shape)}. An image has at least one patch.")
+        raise BadTokens(f"{name} is empty: its shape is {tuple(values.shape)}. Give at least one row and one column.")
     if values.dtype not in FLOATS:
         raise BadTokens(f"{name} must be floating point, got {values.dtype}. Convert it with .float().")
-    finite = torch.isfinite(values.float() if values.dtype == torch.float64 else values)  # all is float32 inside
+    finite = torch.isfinite(values.float() if values.dtype == torch.float64 else values)  # computations use float32
     if not bool(finite.all()):
         bad = int((~finite).any(dim=1).nonzero()[0])
         raise BadTokens(
-            f"{name} holds NaN or infinite values, first in row {bad}. "
+            f"{name} contains NaN or infinite values, first in row {bad}. "
             "The encoder may have overflowed in half precision: run it in float32 or bfloat16."
         )
 
@@ -225,16 +228,20 @@ def _read_grids(grids: Tensor | None, path: str | Path) -> list[tuple[int, int]]
     if grids.ndim == 1:
         grids = grids[None]
     if grids.ndim != 2 or grids.shape[1] != 2 or grids.is_floating_point():
-        raise BadTokens(f"'grids' in {path} must be whole numbers of shape (images, 2), got {tuple(grids.shape)}.")
+        raise BadTokens(
+            f"'grids' in {path} must be integers of shape (images, 2), got {grids.dtype} of shape {tuple(grids.shape)}."
+        )
     return [(int(rows), int(columns)) for rows, columns in grids.tolist()]
 
 
-def _pair(grid: Any) -> tuple[int, int]:
-    """Rows and columns, or the sentence that says what a grid is."""
+def _check_grid(grid: Any) -> tuple[int, int]:
+    """Return rows and columns; raise :class:`BadTokens` unless ``grid`` is a pair of integers."""
     if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(type(size) is int for size in grid):
-        raise BadTokens(f"grid must be a pair of whole numbers, (rows, columns), got {grid!r}.")
+        raise BadTokens(f"grid must be a pair of integers (rows, columns), got {grid!r}.")
     return grid[0], grid[1]
 
 
 def _has_shape(value: Tensor, shape: tuple[int | None, ...]) -> bool:
-    return value.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, value.shape, strict=True))
+    return value.ndim == len(shape) and all(
+        size in (None, actual) for size, actual in zip(shape, value.shape, strict=True)
+    )

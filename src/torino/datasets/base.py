@@ -1,4 +1,4 @@
-"""What every source of photos has, and the small things that several of them share."""
+"""Base class of photo sources and helpers that several sources share."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torino.core.errors import BadFile
 
-if TYPE_CHECKING:  # Pillow is only fetched by those who open a photo
+if TYPE_CHECKING:  # listing photos does not need Pillow
     from torino.datasets.images import Picture
 
 T = TypeVar("T")
-IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-# Columns of a table and fields of a note that say something about a photo; the first that is there counts.
-TEXT_COLUMNS = ("captions", "caption", "texts", "text", "label", "labels")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+TEXT_COLUMNS = ("captions", "caption", "texts", "text", "label", "labels")  # the first one that exists is used
 
 
 @dataclass(frozen=True)
 class Photo:
-    """One photo and what is said about it.
+    """A photo and its captions.
 
     Attributes
     ----------
     name : str
-        Its file name or key; no two photos of a source share one.
+        File name or key, unique within its source.
     data : path, bytes or PIL image
-        For :func:`torino.datasets.images.open_image`. It may be broken: nobody has looked inside yet.
+        Input of :func:`torino.datasets.images.open_image`. It is not decoded yet, so it may be broken.
     texts : tuple of str
-        Captions, or the label; empty if there are none.
+        Captions or the label; empty if there are none.
     """
 
     name: str
@@ -39,31 +38,33 @@ class Photo:
     texts: tuple[str, ...] = ()
 
 
-class Gone(BadFile):
-    """The source itself can no longer be read, as when a disk is taken away; not the fault of one photo."""
+class SourceUnavailable(BadFile):
+    """Raised when the whole source can no longer be read, for example after a disk was disconnected."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(f"{path} was there when it was opened and is gone now. Is the disk still connected?")
+        super().__init__(f"{path} existed when it was opened but cannot be found now. Is the disk still connected?")
 
 
 class Photos(ABC):
-    """A source of photos. Threads may share it.
+    """Base class of an indexable source of photos. Threads may share it.
 
     Attributes
     ----------
     fingerprint : str
-        Says which photos these are: a hash of their names and sizes, or of what the format keeps about them. It does
-        not change when the files are moved, and the pixels themselves are not read for it.
+        Identifies the photos: a hash of their names and sizes, or of the metadata that the format stores. It does not
+        change if the files are moved. Computing it does not read any pixels.
     describe : str
-        One line for a card.
-    nearby : (int, int)
-        How many photos in a row are cheap to read together, and how many such photos are held in memory at once; a
-        reader in random order that heeds it spares the disk. (1, 1) where any order is as good.
+        One-line description for a card.
+    locality : (int, int)
+        Number of consecutive photos that are cheap to read together, and number of such photos that are cached in
+        memory. Reading in a random order that respects it saves disk accesses. (1, 1) if the order does not matter.
     """
 
-    def __init__(self, names: Sequence[str], fingerprint: str, describe: str, nearby: tuple[int, int] = (1, 1)) -> None:
-        self._names = distinct([printable(name) for name in names])
-        self.fingerprint, self.describe, self.nearby = fingerprint, printable(describe), nearby
+    def __init__(
+        self, names: Sequence[str], fingerprint: str, describe: str, locality: tuple[int, int] = (1, 1)
+    ) -> None:
+        self._names = make_unique([escape_surrogates(name) for name in names])
+        self.fingerprint, self.describe, self.locality = fingerprint, escape_surrogates(describe), locality
 
     def __len__(self) -> int:
         """Return the number of photos."""
@@ -72,19 +73,19 @@ class Photos(ABC):
     def __getitem__(self, index: int) -> Photo:
         """Return photo ``index``, counted from 0."""
         if not -len(self) <= index < len(self):
-            raise IndexError(f"There is no photo {index} among {len(self)}.")
+            raise IndexError(f"Photo index {index} is out of range for {len(self)} photos.")
         return self._photo(index % len(self))
 
     def __iter__(self) -> Iterator[Photo]:
-        """Go through all photos in order."""
+        """Iterate over all photos in order."""
         return (self[index] for index in range(len(self)))
 
     def __repr__(self) -> str:
-        """Say what is in here."""
+        """Return a short description."""
         return f"Photos({self.describe})"
 
     def names(self) -> list[str]:
-        """Names of all photos, in order."""
+        """Return the names of all photos, in order."""
         return list(self._names)
 
     @abstractmethod
@@ -92,73 +93,72 @@ class Photos(ABC):
         """Read photo ``index``."""
 
 
-def as_texts(value: Any, classes: Sequence[str] = ()) -> tuple[str, ...]:
-    """What a cell of a table says: captions as they are, the number of a class as its name where that is known."""
+def parse_texts(value: Any, class_names: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the captions in a table cell. A class index becomes its class name if that is known."""
     if isinstance(value, str):
         return (value.strip(),) if value.strip() else ()
     if isinstance(value, list | tuple):
-        return tuple(text for one in cast(Sequence[Any], value) for text in as_texts(one, classes))
+        return tuple(text for item in cast(Sequence[Any], value) for text in parse_texts(item, class_names))
     if isinstance(value, int) and not isinstance(value, bool):
-        return (classes[value] if 0 <= value < len(classes) else str(value),)
+        return (class_names[value] if 0 <= value < len(class_names) else str(value),)
     return ()
 
 
-def as_lines(data: bytes) -> tuple[str, ...]:
-    """The lines of a text file that say something."""
+def parse_lines(data: bytes) -> tuple[str, ...]:
+    """Return the non-empty lines of a text file."""
     return tuple(line.strip() for line in data.decode("utf-8", "replace").splitlines() if line.strip())
 
 
-def limited(items: list[T], limit: int | None, called: str) -> tuple[list[T], str]:
-    """The first ``limit`` of some photos, and a line that says so."""
+def take_first(items: list[T], limit: int | None, source: str) -> tuple[list[T], str]:
+    """Return the first ``limit`` items and a one-line description of the selection."""
     if limit is None or limit >= len(items):
-        return items, f"{len(items):,} photos of {called}"
-    return items[:limit], f"the first {limit:,} photos of {called}"
+        return items, f"{len(items):,} photos of {source}"
+    return items[:limit], f"the first {limit:,} photos of {source}"
 
 
-def called(*paths: Path) -> str:
-    """A name for a card: the last part of a path, never where it lies on this machine."""
+def source_name(*paths: Path) -> str:
+    """Return a name for a card: the last part of the path, without the directories of this machine."""
     first = paths[0].absolute().name
     return first if len(paths) == 1 else f"{first} to {paths[-1].name}"
 
 
-def hash_of(*parts: object) -> str:
-    """A hash of things that print the same everywhere."""
-    found = hashlib.sha256()
+def hash_parts(*parts: object) -> str:
+    """Return a hash of the ``repr`` of all parts."""
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(repr(part).encode() + b"\n")
-    return found.hexdigest()[:32]
+        digest.update(repr(part).encode() + b"\n")
+    return digest.hexdigest()[:32]
 
 
-def printable(name: str) -> str:
-    """A text that any file can hold: bytes of a file name that are no UTF-8 are written out."""
+def escape_surrogates(name: str) -> str:
+    """Return text that can be encoded as UTF-8; bytes of a file name that are not UTF-8 become escape sequences."""
     return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
 
 
-def distinct(names: Sequence[str]) -> list[str]:
-    """Number names that come again, so that each says one photo."""
+def make_unique(names: Sequence[str]) -> list[str]:
+    """Append a number to repeated names so that every name is unique."""
     if len(set(names)) == len(names):
         return list(names)
-    taken = set(names)
-    seen: set[str] = set()
-    times: dict[str, int] = {}
-    told: list[str] = []
+    given = set(names)
+    used: set[str] = set()
+    counts: dict[str, int] = {}
+    unique: list[str] = []
     for name in names:
-        new = name
-        while new in seen or (new != name and new in taken):
-            times[name] = times.get(name, 1) + 1
-            new = f"{name}#{times[name]}"
-        seen.add(new)
-        told.append(new)
-    return told
+        candidate = name
+        while candidate in used or (candidate != name and candidate in given):
+            counts[name] = counts.get(name, 1) + 1
+            candidate = f"{name}#{counts[name]}"
+        used.add(candidate)
+        unique.append(candidate)
+    return unique
 
 
-def short(error: Exception) -> str:
-    """What an error says, on one line."""
+def format_error(error: Exception) -> str:
+    """Return the message of an error on one line of at most 200 characters."""
     text = " ".join((str(error).strip() or type(error).__name__).split())
     return text if len(text) < 200 else text[:200] + "…"
 
 
-def unreadable(path: Path, error: OSError) -> BadFile:
-    """Build the sentence for a file or folder that the system does not let us read."""
-    where = error.filename or path
-    return BadFile(f"Cannot read {where}: {error.strerror or error}. Give photos that this account may read.")
+def unreadable_error(path: Path, error: OSError) -> BadFile:
+    """Return the error for a file or folder that the operating system refuses to read."""
+    return BadFile(f"Cannot read {error.filename or path}: {error.strerror or error}. Check its permissions.")

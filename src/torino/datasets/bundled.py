@@ -1,6 +1,6 @@
-"""The bundled example: four public-domain photos as DINOv2 tokens, and a small SAE trained on such tokens.
+"""Bundled example: DINOv2 tokens of four public-domain photos and a small SAE trained on such tokens.
 
-What is in it, where it comes from and how it is made again: ``data/example/README.md``.
+``data/example/README.md`` describes the files, their sources and how to make them again.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ PHOTOS: tuple[str, ...] = ("astronaut", "coffee", "chelsea", "rocket")
 
 
 def example_folder() -> Path:
-    """Folder of the bundled files."""
+    """Return the folder of the bundled files."""
     return Path(str(files("torino"))) / "data" / "example"
 
 
 def example_tokens() -> list[VisualTokens]:
-    """The patch tokens of the four photos, in the order of ``PHOTOS``: 576 each, 384 wide."""
+    """Return the patch tokens of the four photos in the order of ``PHOTOS``: 576 tokens of width 384 each."""
     return load_tokens(example_folder() / "tokens.safetensors")
 
 
 def example_sae() -> SAE:
-    """The SAE that reads them: Matryoshka BatchTopK, 1,536 latents."""
+    """Return the SAE for these tokens: Matryoshka BatchTopK with 1,536 latents."""
     return SAE.load(example_folder() / "sae")

@@ -1,4 +1,4 @@
-"""Images from wherever they come: upright, in RGB, one frame, and of a size that a tower can take. Needs Pillow."""
+"""Open images as upright RGB and bring them to a shape that a vision tower accepts. Needs Pillow."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ except ImportError as error:
 
 Padding = Literal["crop", "square"]
 Picture = str | os.PathLike[str] | bytes | Image.Image
-"""What :func:`open_image` takes: a path, the bytes of a file, or an opened image."""
+"""Input of :func:`open_image`: a path, the bytes of a file, or an opened image."""
 
-LARGEST = 178_956_970  # pixels; Pillow calls anything above it a decompression bomb
-LONGEST = 200  # times longer than wide; the short side is scaled up, so a line of pixels would fill the memory
+MAX_PIXELS = 178_956_970  # above this Pillow reports a decompression bomb
+MAX_ASPECT_RATIO = 200  # the short side is scaled up, so a thin strip would fill the memory
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 WHITE = 255
 
-_ADDRESS = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://|data:)")
+_URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://|data:)")
 
 
 def open_image(source: Picture) -> Image.Image:
-    """Open an image and bring it to RGB, upright as its EXIF says.
+    """Open an image and convert it to RGB, rotated according to its EXIF data.
 
-    Transparency is laid over white. 16-bit and floating-point greyscale is scaled to 8 bits. Of an animation or a
-    file of several pages the first frame is taken, with a warning. Nothing is fetched from the web.
+    Transparent pixels are blended with white. 16-bit and floating-point grayscale is scaled to 8 bits. Only the first
+    frame of an animation or a multi-page file is used, with a warning. Nothing is downloaded.
 
     Parameters
     ----------
@@ -47,34 +47,34 @@ def open_image(source: Picture) -> Image.Image:
     Returns
     -------
     PIL.Image.Image
-        In mode RGB, of at least one pixel.
+        In mode RGB, with at least one pixel.
 
     Raises
     ------
     BadFile
-        If it is missing, a folder, a web address, not an image, broken, or larger than a decompression bomb.
+        If the source is missing, a folder, a URL, not an image, broken, or larger than ``MAX_PIXELS``.
 
     Examples
     --------
     >>> open_image(Image.new("LA", (2, 1), (0, 0))).getpixel((0, 0))
     (255, 255, 255)
     """
-    name = _name(source)
+    name = _display_name(source)
     if isinstance(source, Image.Image):
-        return _read(source, name)
+        return _decode(source, name)
     with _open(source, name) as opened:
-        return _read(opened, name)
+        return _decode(opened, name)
 
 
-def pad_square(image: Image.Image, colour: tuple[int, int, int] | None = None) -> Image.Image:
-    """Centre an image on a square of one colour, as the authors of LLaVA-1.5 do.
+def pad_square(image: Image.Image, color: tuple[int, int, int] | None = None) -> Image.Image:
+    """Center an image on a square of one color, as the authors of LLaVA-1.5 do.
 
     Parameters
     ----------
     image : PIL.Image.Image
         In mode RGB.
-    colour : (int, int, int), optional
-        By default the mean colour of CLIP's training images; :func:`mean_colour` reads it off a processor.
+    color : (int, int, int), optional
+        By default the mean color of CLIP's training images; :func:`mean_color` reads the color of a processor.
 
     Examples
     --------
@@ -85,41 +85,41 @@ def pad_square(image: Image.Image, colour: tuple[int, int, int] | None = None) -
     if width == height:
         return image
     side = max(width, height)
-    square = Image.new("RGB", (side, side), colour or mean_colour(None))
+    square = Image.new("RGB", (side, side), color or mean_color(None))
     square.paste(image, ((side - width) // 2, (side - height) // 2))
     return square
 
 
-def prepare(image: Image.Image, padding: Padding = "crop", colour: tuple[int, int, int] | None = None) -> Image.Image:
-    """Bring an image to the shape that its processor is to see.
+def prepare(image: Image.Image, padding: Padding = "crop", color: tuple[int, int, int] | None = None) -> Image.Image:
+    """Pad an image for its processor, or check that the processor can handle its shape.
 
     Parameters
     ----------
     image : PIL.Image.Image
     padding : {"crop", "square"}
-        ``"crop"`` leaves the shape to the model's own processor, which for LLaVA-1.5 scales the short side and cuts
-        what sticks out. ``"square"`` pads to a square first, so that nothing is cut: the paper's evaluation kit and
-        the authors of LLaVA-1.5 do this, and it changes scores.
-    colour : (int, int, int), optional
-        Of the padding, see :func:`pad_square`.
+        ``"crop"`` leaves the shape to the model's processor. The one of LLaVA-1.5 scales the short side and crops the
+        rest. ``"square"`` pads to a square first, so that nothing is cropped. The paper's evaluation kit and the
+        authors of LLaVA-1.5 do this, and it changes scores.
+    color : (int, int, int), optional
+        Color of the padding, see :func:`pad_square`.
     """
     if padding not in get_args(Padding):
         raise BadParameter(f"padding must be 'crop' or 'square', got {padding!r}.")
     width, height = image.size
     if padding == "square":
-        if max(width, height) ** 2 > LARGEST:
-            raise _too_large("The image", f"{width}x{height} pixels and would be padded to a square")
-        return pad_square(image, colour)
-    if max(width, height) > LONGEST * min(width, height):
+        if max(width, height) ** 2 > MAX_PIXELS:
+            raise _too_large_error("The image", f"{width}x{height} pixels and would be padded to a square")
+        return pad_square(image, color)
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise BadFile(
-            f"The image is {width}x{height} pixels: one side is more than {LONGEST} times the other, and scaling the "
-            "short one up would take too much memory. Crop it, or pad it to a square (padding='square')."
+            f"The image is {width}x{height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other, and "
+            "scaling the short side up would take too much memory. Crop it, or pad it to a square (padding='square')."
         )
     return image
 
 
-def mean_colour(processor: Any) -> tuple[int, int, int]:
-    """The mean colour that a processor (or its image processor) subtracts, in 0 to 255; CLIP's where it says none."""
+def mean_color(processor: Any) -> tuple[int, int, int]:
+    """Return the mean color (0 to 255) that a processor or its image processor subtracts; CLIP's if it has none."""
     inner = getattr(processor, "image_processor", processor)
     mean: Sequence[float] = getattr(inner, "image_mean", None) or CLIP_MEAN
     red, green, blue = (int(value * 255) for value in mean)
@@ -127,10 +127,10 @@ def mean_colour(processor: Any) -> tuple[int, int, int]:
 
 
 def as_seen(inputs: Mapping[str, Any], processor: Any, images: Sequence[Image.Image]) -> list[Image.Image]:
-    """The images as the tower sees them, after scaling and cropping, for drawing: one for each picture or tile.
+    """Return the images as the tower sees them, after scaling and cropping: one for each image or tile.
 
-    Where the processor hands out patches instead of pictures (Qwen, SigLIP2), which then cover the whole image, the
-    images are given back as they are.
+    Some processors return patches instead of pixels (Qwen, SigLIP2). Their patches cover the whole image, so the images
+    are returned unchanged.
     """
     pixels = inputs.get("pixel_values")
     inner = getattr(processor, "image_processor", processor)
@@ -138,30 +138,30 @@ def as_seen(inputs: Mapping[str, Any], processor: Any, images: Sequence[Image.Im
         return list(images)
     values = pixels.detach().float().cpu().numpy().reshape(-1, *pixels.shape[-3:])
     mean = np.array(getattr(inner, "image_mean", None) or CLIP_MEAN).reshape(3, 1, 1)
-    deviation = np.array(getattr(inner, "image_std", None) or (1.0, 1.0, 1.0)).reshape(3, 1, 1)
+    std = np.array(getattr(inner, "image_std", None) or (1.0, 1.0, 1.0)).reshape(3, 1, 1)
     if getattr(inner, "do_normalize", True) is False:
-        mean, deviation = np.zeros_like(mean), np.ones_like(deviation)
-    shown = ((values * deviation + mean) * 255).round().clip(0, 255).astype(np.uint8)
-    return [Image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0))) for picture in shown]
+        mean, std = np.zeros_like(mean), np.ones_like(std)
+    restored = ((values * std + mean) * 255).round().clip(0, 255).astype(np.uint8)
+    return [Image.fromarray(np.ascontiguousarray(picture.transpose(1, 2, 0))) for picture in restored]
 
 
 # ------------------------------------------------------------------ opening
 
 
-def _read(opened: Image.Image, name: str) -> Image.Image:
+def _decode(opened: Image.Image, name: str) -> Image.Image:
     width, height = opened.size
     if width < 1 or height < 1:
         raise BadFile(f"{name} is empty: {width}x{height} pixels. Give an image of at least one pixel.")
-    if width * height > LARGEST:
-        raise _too_large(name, f"{width}x{height} pixels")
+    if width * height > MAX_PIXELS:
+        raise _too_large_error(name, f"{width}x{height} pixels")
     try:
         opened.load()
-        several = bool(getattr(opened, "is_animated", False))
-        image = _rgb(_upright(opened))
-    except Exception as error:  # decoders raise whatever they stumble over
-        raise _broken(name, error) from error
-    if several and opened.format != "MPO":  # an MPO is a photo with its previews
-        warnings.warn(f"{name} holds several frames; only the first is looked at.", stacklevel=3)
+        has_frames = bool(getattr(opened, "is_animated", False))
+        image = _to_rgb(_apply_orientation(opened))
+    except Exception as error:  # decoders raise many kinds of errors
+        raise _broken_error(name, error) from error
+    if has_frames and opened.format != "MPO":  # the other frames of an MPO are previews of the same photo
+        warnings.warn(f"{name} contains several frames; only the first is used.", stacklevel=3)
     return image
 
 
@@ -170,84 +170,84 @@ def _open(source: str | os.PathLike[str] | bytes, name: str) -> Image.Image:
     if isinstance(source, bytes | bytearray | memoryview):
         file = io.BytesIO(source)
     elif isinstance(source, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check
-        file = _existing(os.fspath(source), name)
+        file = _check_path(os.fspath(source), name)
     else:
-        raise BadFile(f"An image is a path, bytes or a PIL image; got {type(source).__name__}.")
+        raise BadFile(f"An image must be a path, bytes or a PIL image, got {type(source).__name__}.")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # large, but below our own limit
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # large, but below MAX_PIXELS
             return Image.open(file)
     except Image.DecompressionBombError as error:
-        raise _too_large(name, f"more than {LARGEST:,} pixels") from error
+        raise _too_large_error(name, f"more than {MAX_PIXELS:,} pixels") from error
     except UnidentifiedImageError as error:
         raise BadFile(f"{name} is not an image in a known format. Give a JPEG, PNG, WebP, GIF, BMP or TIFF.") from error
     except Exception as error:
-        raise _broken(name, error) from error
+        raise _broken_error(name, error) from error
 
 
-def _existing(text: str, name: str) -> Path:
-    if _ADDRESS.match(text):
-        raise BadFile(f"{name} is an address, and torino fetches no images. Download it and give the file.")
+def _check_path(text: str, name: str) -> Path:
+    if _URL.match(text):
+        raise BadFile(f"{name} is a URL, and torino does not download images. Download it and give the file.")
     path = Path(text).expanduser()
     try:
         if path.is_dir():
             raise BadFile(f"{name} is a folder. Give one image in it.")
         if not path.is_file():
             raise BadFile(f"There is no file {name}. Give the path of an image.")
-    except OSError as error:  # a name too long for the disk, for one
+    except OSError as error:  # for example a name that is too long
         raise BadFile(f"Cannot read {name}: {error.strerror or error}. Give the path of an image.") from error
     return path
 
 
-def _name(source: object) -> str:
+def _display_name(source: object) -> str:
     if isinstance(source, bytes | bytearray | memoryview):
         return "The image"
     text = str(getattr(source, "filename", "") or "The image") if isinstance(source, Image.Image) else str(source)
     return text if len(text) <= 120 else text[:100] + "…"
 
 
-def _broken(name: str, error: Exception) -> BadFile:
+def _broken_error(name: str, error: Exception) -> BadFile:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return BadFile(f"{name} cannot be read as an image ({reason}). It may be cut off or damaged: fetch it anew.")
+    return BadFile(f"{name} cannot be read as an image ({reason}). It may be cut off or damaged: download it again.")
 
 
-def _too_large(name: str, size: str) -> BadFile:
-    return BadFile(f"{name} is {size}; torino takes up to {LARGEST:,} pixels. Scale it down first.")
+def _too_large_error(name: str, size: str) -> BadFile:
+    return BadFile(f"{name} is {size}; torino accepts up to {MAX_PIXELS:,} pixels. Scale it down first.")
 
 
-# ------------------------------------------------------------------ colours
+# ------------------------------------------------------------------ color modes
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def _apply_orientation(image: Image.Image) -> Image.Image:
     try:
         return ImageOps.exif_transpose(image)
-    except Exception:  # damaged EXIF beside pixels that are fine
+    except Exception:  # the EXIF data is damaged, the pixels are not
         return image
 
 
-def _rgb(image: Image.Image) -> Image.Image:
-    """Any mode to RGB."""
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Convert an image of any mode to RGB."""
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
-        image = Image.fromarray(_eight_bits(np.asarray(image, np.float64), image.mode))
+        image = Image.fromarray(_to_eight_bits(np.asarray(image, np.float64), image.mode))
     premultiplied = {"La": "LA", "RGBa": "RGBA"}
     if image.has_transparency_data or image.mode in premultiplied:
-        coloured = image.convert(premultiplied.get(image.mode, "RGBA")).convert("RGBA")
-        paper = Image.new("RGBA", coloured.size, (WHITE, WHITE, WHITE, WHITE))
-        return Image.alpha_composite(paper, coloured).convert("RGB")
+        rgba = image.convert(premultiplied.get(image.mode, "RGBA")).convert("RGBA")
+        background = Image.new("RGBA", rgba.size, (WHITE, WHITE, WHITE, WHITE))
+        return Image.alpha_composite(background, rgba).convert("RGB")
     return image.convert("RGB")
 
 
-def _eight_bits(values: NDArray[np.float64], mode: str) -> NDArray[np.uint8]:
-    """Grey values to 0..255. Pillow itself would cut everything above 255 to white.
+def _to_eight_bits(values: NDArray[np.float64], mode: str) -> NDArray[np.uint8]:
+    """Scale gray values to 0..255. Pillow would clip everything above 255 to white.
 
-    16-bit modes have a white of their own, 65535. 32-bit ones do not say theirs: it is the smallest of 1, 255 and
-    65535 that none exceeds, or else the largest value.
+    White is 65535 in 16-bit modes. 32-bit modes do not define it: the smallest of 1, 255 and 65535 that no value
+    exceeds is used, or else the largest value.
     """
     values = np.nan_to_num(values, posinf=0.0, neginf=0.0)
-    most = float(values.max(initial=0.0))
+    largest = float(values.max(initial=0.0))
     if mode.startswith("I;16"):
         white = 65535.0
     else:
-        whites = (255.0, 65535.0) if mode.startswith("I") else (1.0, 255.0, 65535.0)
-        white = next((white for white in whites if most <= white), most)
+        candidates = (255.0, 65535.0) if mode.startswith("I") else (1.0, 255.0, 65535.0)
+        white = next((candidate for candidate in candidates if largest <= candidate), largest)
     return (values.clip(0, white) * (255 / white)).round().astype(np.uint8)

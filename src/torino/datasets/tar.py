@@ -1,4 +1,4 @@
-"""Photos in webdataset tars: members of one key make a sample, read where they lie."""
+"""Photos in webdataset tar files, read without unpacking."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from typing import Any, cast
 
 from torino.core.errors import BadFile
 from torino.datasets.base import (
-    IMAGES,
+    IMAGE_SUFFIXES,
     TEXT_COLUMNS,
-    Gone,
     Photo,
     Photos,
-    as_lines,
-    as_texts,
-    called,
-    hash_of,
-    limited,
-    short,
-    unreadable,
+    SourceUnavailable,
+    format_error,
+    hash_parts,
+    parse_lines,
+    parse_texts,
+    source_name,
+    take_first,
+    unreadable_error,
 )
 
-TEXT_MEMBERS = ("txt", "text", "caption", "cls", "json")  # of a sample, beside its image
+TEXT_MEMBERS = ("txt", "text", "caption", "cls", "json")  # members of a sample that hold its captions
 
 
-class Tars(Photos):
-    """Samples of webdataset tars: members of one key, an image among them, read where they lie."""
+class TarPhotos(Photos):
+    """Samples of webdataset tar files: members with the same key, one of them an image."""
 
     def __init__(self, files: Sequence[Path], limit: int | None) -> None:
         samples: list[tuple[str, Path, dict[str, tuple[int, int]]]] = []
         for path in files:
-            samples += [(key, path, members) for key, members in _members(path).items() if _picture_in(members)]
+            samples += [(key, path, members) for key, members in _index(path).items() if _find_image(members)]
             if limit is not None and len(samples) >= limit:
                 break
         if not samples:
-            raise BadFile(f"There are no images in {called(*files)}. Images end in {', '.join(IMAGES)}.")
-        chosen, describe = limited(samples, limit, called(*files))
-        sizes = [(key, sorted((name, size) for name, (_, size) in members.items())) for key, _, members in chosen]
-        super().__init__([key for key, _, _ in chosen], hash_of("tar", *sizes), describe)
-        self._samples = chosen
+            raise BadFile(f"There are no images in {source_name(*files)}. Images end in {', '.join(IMAGE_SUFFIXES)}.")
+        selected, describe = take_first(samples, limit, source_name(*files))
+        sizes = [(key, sorted((name, size) for name, (_, size) in members.items())) for key, _, members in selected]
+        super().__init__([key for key, _, _ in selected], hash_parts("tar", *sizes), describe)
+        self._samples = selected
 
     def _photo(self, index: int) -> Photo:
         _, path, members = self._samples[index]
-        picture = _picture_in(members)
-        wanted = [picture, *(name for name in TEXT_MEMBERS if name in members)]
-        read: dict[str, bytes] = {}
+        image = _find_image(members)
         if not path.is_file():
-            raise Gone(path)
+            raise SourceUnavailable(path)
+        contents: dict[str, bytes] = {}
         with path.open("rb") as file:
-            for name in wanted:
+            for name in [image, *(name for name in TEXT_MEMBERS if name in members)]:
                 start, size = members[name]
                 file.seek(start)
-                read[name] = file.read(size)
-        data = read.pop(picture)
-        return Photo(self._names[index], data, next((texts for each in read.items() if (texts := _said(*each))), ()))
+                contents[name] = file.read(size)
+        data = contents.pop(image)
+        texts = next((texts for name, content in contents.items() if (texts := _parse_captions(name, content))), ())
+        return Photo(self._names[index], data, texts)
 
 
-def _members(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
-    """Where the members of each sample lie: by key, then by ending, offset and size."""
+def _index(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return offset and size of every member of a tar, by sample key and file ending."""
     samples: dict[str, dict[str, tuple[int, int]]] = {}
     try:
         with tarfile.open(path, "r:") as file:
@@ -72,24 +72,27 @@ def _members(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
                         ending.lower(), (member.offset_data, member.size)
                     )
     except tarfile.TarError as error:
-        raise BadFile(f"{path} is no tar, compressed, or cut off ({short(error)}). Unpack or fetch it anew.") from error
+        raise BadFile(
+            f"{path} is not a tar file, is compressed, or is cut off ({format_error(error)}). "
+            "Unpack it to an uncompressed .tar, or download it again."
+        ) from error
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     return samples
 
 
-def _picture_in(members: Iterable[str]) -> str:
-    """The ending of the image among the members of a sample: ``jpg`` before ``seg.png``."""
-    found = [name for name in members if f".{name.rpartition('.')[2]}" in IMAGES]
-    return min(found, key=lambda name: name.count("."), default="")
+def _find_image(members: Iterable[str]) -> str:
+    """Return the ending of the image among the members of a sample; ``jpg`` has precedence over ``seg.png``."""
+    images = [name for name in members if f".{name.rpartition('.')[2]}" in IMAGE_SUFFIXES]
+    return min(images, key=lambda name: name.count("."), default="")
 
 
-def _said(ending: str, data: bytes) -> tuple[str, ...]:
+def _parse_captions(ending: str, data: bytes) -> tuple[str, ...]:
     if ending != "json":
-        return as_lines(data)
+        return parse_lines(data)
     try:
         value: Any = json.loads(data)
-    except ValueError:  # a note beside the photo, no reason to lose the photo
+    except ValueError:  # a broken caption file does not make the photo unusable
         return ()
     fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
-    return next((texts for name in TEXT_COLUMNS if (texts := as_texts(fields.get(name)))), ())
+    return next((texts for name in TEXT_COLUMNS if (texts := parse_texts(fields.get(name)))), ())

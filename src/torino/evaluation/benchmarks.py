@@ -1,18 +1,42 @@
-"""The paper's nine benchmarks and the lab's: their files, their rules, and how their questions are put."""
+"""Describe benchmarks: their files, scoring rules and prompts.
+
+torino knows the paper's nine benchmarks. An installed package can add tasks through the entry point group
+``torino.tasks``::
+
+    [project.entry-points."torino.tasks"]
+    my-package = "my_package.tasks:TASKS"
+
+The object is a mapping from task name to :class:`Benchmark`, or a function without parameters that returns one::
+
+    from torino.evaluation.benchmarks import Benchmark
+
+    TASKS = {"Birds": Benchmark("Birds", "Birds", "mcq", files=("Birds_TEST",), category_columns=("species",))}
+
+Each key must equal the ``name`` of its benchmark. Names, aliases and file names are compared without case and
+punctuation, and no two packages may use the same one. :func:`torino.evaluation.open_task` then opens the task by name
+from the data folder. Entry points are loaded on first use, when a name is not among the nine, so importing the object
+should be cheap; give ``grader`` as a function that imports what it needs.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from torino_lab.benchmarks import BENCHMARKS as LAB
-
+from torino.core.errors import TorinoError
 from torino.evaluation.samples import Sample
 
-Prompts = Literal["standard", "vlmevalkit", "llava"]
+if TYPE_CHECKING:
+    from torino.evaluation.judge import Grader
+
+PromptStyle = Literal["standard", "vlmevalkit", "llava"]
 Kind = Literal["exact", "vqa", "mcq", "circular", "yes-no", "mme", "pope", "judge"]
 
+GROUP = "torino.tasks"
 SHORT = "Answer the question using a single word or phrase."
 LETTER = "Answer with the option's letter from the given choices directly."
 LETTER_CHINESE = "请直接回答选项字母。"
@@ -26,31 +50,40 @@ class Benchmark:
     Attributes
     ----------
     name : str
-        Its name here, and in the paper's tables as they ship.
+        Its name in torino, also in the paper's tables that ship with torino.
     label : str
-        How the paper's tables head its column.
+        Its column heading in tables.
     kind : str or None
-        The rule it is scored by; None leaves it to the file.
+        Scoring rule: ``exact``, ``vqa``, ``mcq``, ``circular``, ``yes-no``, ``mme``, ``pope`` or ``judge``. None
+        chooses ``mcq`` for a file with options and ``vqa`` for others.
     files : tuple of str
-        Names of its TSVs in VLMEvalKit, the paper's first.
-    also : tuple of str
-        Other names it goes by.
-    best : float
-        The highest score there is.
-    bare : bool
-        Whether its questions go as they are, because the model that it was made for knows no instructions.
-    words : bool
-        Whether key words grade its free answers, in place of a language model as judge.
+        Names of its TSV files without the ending, the preferred one first.
+    aliases : tuple of str
+        Other accepted names.
+    max_score : float
+        Highest possible score.
+    instruction : str or None
+        Line added below the question; empty for none. None uses the instruction of the scoring rule.
+    category_columns : tuple of str
+        Columns whose values get their own accuracy in a report.
+    grader : callable, optional
+        Returns the :class:`~torino.evaluation.judge.Grader` of a ``judge`` task; None uses the LLM judge.
     """
 
     name: str
     label: str
     kind: Kind | None
     files: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-    best: float = 100.0
-    bare: bool = False
-    words: bool = False
+    aliases: tuple[str, ...] = ()
+    max_score: float = 100.0
+    instruction: str | None = None
+    category_columns: tuple[str, ...] = ("split", "l2-category", "category")
+    grader: Callable[[], Grader] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names it can be opened by."""
+        return (self.name, *self.files, *self.aliases)
 
 
 _NINE = (
@@ -76,63 +109,113 @@ _NINE = (
         ),
         ("MMB_CN",),
     ),
-    Benchmark("MME", "MME", "mme", ("MME",), best=2800.0),
+    Benchmark("MME", "MME", "mme", ("MME",), max_score=2800.0),
     Benchmark("POPE", "POPE", "pope", ("POPE",)),
     Benchmark("ScienceQA", "SQA I", "mcq", ("ScienceQA_TEST", "ScienceQA_VAL"), ("SQA", "SQA_I", "ScienceQA_IMG")),
     Benchmark("TextVQA", "VQA T", "vqa", ("TextVQA_VAL",), ("VQA_T", "TextVQA")),
     Benchmark("VizWiz", "VizWiz", "vqa", ("VizWiz",)),
     Benchmark("MMVet", "MMVet", "judge", ("MMVet",), ("MM-Vet",)),
 )
-_LAB = tuple(
-    Benchmark(
-        one.name,
-        one.name.replace("-", " ", 1),
-        cast(Kind, one.kind),
-        (one.name,),
-        best=200.0 * len(one.parts) if one.kind == "mme" else 100.0,
-        bare=True,
-        words=one.kind == "judge",
-    )
-    for one in LAB.values()
-)
-BENCHMARKS = {one.name: one for one in _NINE}
-LAB_BENCHMARKS = {one.name: one for one in _LAB}
+BENCHMARKS = {benchmark.name: benchmark for benchmark in _NINE}
+"""The paper's nine benchmarks."""
 CUSTOM = Benchmark("custom", "custom", None)
+"""Stands for a file that belongs to no known benchmark."""
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-_BY_NAME = {_plain(name): one for one in (*_NINE, *_LAB) for name in (one.name, *one.files, *one.also)}
+_BY_NAME = {_normalize(name): benchmark for benchmark in _NINE for name in benchmark.names}
 
 
-def benchmark_of(name: str) -> Benchmark | None:
-    """The benchmark of this name, however it is spelt.
+def find_benchmark(name: str) -> Benchmark | None:
+    """Return the benchmark with this name, ignoring case and punctuation, or None.
 
     Examples
     --------
-    >>> [benchmark_of(name).name for name in ("gqa", "GQA_TestDev_Balanced", "MM-Vet", "mmbench_dev_cn", "SQA")]
+    >>> [find_benchmark(name).name for name in ("gqa", "GQA_TestDev_Balanced", "MM-Vet", "mmbench_dev_cn", "SQA")]
     ['GQA', 'GQA', 'MMVet', 'MMBench_CN', 'ScienceQA']
     """
-    return _BY_NAME.get(_plain(name))
+    key = _normalize(name)
+    return _BY_NAME.get(key) or _index_plugins().get(key)
 
 
-def words(sample: Sample) -> str:
-    """Hint, question and options, one below the other."""
+def all_benchmarks() -> dict[str, Benchmark]:
+    """Return the nine benchmarks and those of installed packages, by name."""
+    return BENCHMARKS | {benchmark.name: benchmark for benchmark in _index_plugins().values()}
+
+
+@cache
+def _index_plugins() -> dict[str, Benchmark]:
+    """Load the benchmarks of installed packages, by every normalized name."""
+    owners = dict.fromkeys(_BY_NAME, "torino")
+    index: dict[str, Benchmark] = {}
+    for entry_point in sorted(entry_points(group=GROUP), key=lambda entry: (_package(entry), entry.name)):
+        package = _package(entry_point)
+        for benchmark in _load(entry_point, package):
+            for name in benchmark.names:
+                key = _normalize(name)
+                if key in owners and index.get(key) is not benchmark:
+                    raise TorinoError(
+                        f"The packages {owners[key]} and {package} both provide a task named {name!r}. Uninstall one "
+                        "of them, or rename the task in one of them."
+                    )
+                owners[key], index[key] = package, benchmark
+    return index
+
+
+def _package(entry_point: EntryPoint) -> str:
+    return entry_point.dist.name if entry_point.dist is not None else entry_point.module
+
+
+def _load(entry_point: EntryPoint, package: str) -> list[Benchmark]:
+    """Return the benchmarks of one entry point."""
+    try:
+        provided: Any = entry_point.load()
+        if callable(provided):
+            provided = provided()
+    except Exception as error:  # a third-party package can fail in any way
+        raise TorinoError(
+            f"The tasks of the package {package} cannot be loaded: {type(error).__name__}: {error} (entry point "
+            f"{entry_point.value} in {GROUP}). Update the package or uninstall it."
+        ) from error
+    if not isinstance(provided, Mapping):
+        raise _invalid(package, entry_point, f"it is a {type(provided).__name__}, not a mapping from name to Benchmark")
+    benchmarks: list[Benchmark] = []
+    for name, benchmark in cast(Mapping[Any, Any], provided).items():
+        if not isinstance(benchmark, Benchmark):
+            raise _invalid(package, entry_point, f"{name!r} maps to a {type(benchmark).__name__}, not a Benchmark")
+        if benchmark.name != name:
+            raise _invalid(package, entry_point, f"{name!r} maps to a Benchmark named {benchmark.name!r}")
+        if benchmark.kind is not None and benchmark.kind not in get_args(Kind):
+            raise _invalid(package, entry_point, f"{name!r} has the unknown kind {benchmark.kind!r}")
+        benchmarks.append(benchmark)
+    return benchmarks
+
+
+def _invalid(package: str, entry_point: EntryPoint, reason: str) -> TorinoError:
+    return TorinoError(
+        f"The tasks of the package {package} are invalid: {reason} (entry point {entry_point.value} in {GROUP}). "
+        "Update the package or uninstall it."
+    )
+
+
+def format_question(sample: Sample) -> str:
+    """Return hint, question and options, one per line."""
     hint = [sample.hint] if sample.hint else []
     return "\n".join([*hint, sample.question, *(f"{letter}. {text}" for letter, text in sample.options.items())])
 
 
-def instruction(benchmark: Benchmark, kind: str, prompts: Prompts, text: str) -> str:
-    """The line below the question, which says in what form to answer; may be empty.
+def answer_instruction(benchmark: Benchmark, kind: str, prompts: PromptStyle, text: str) -> str:
+    """Return the line below the question that asks for a form of answer; may be empty.
 
-    ``vlmevalkit`` is what that kit sends to LLaVA-1.5; ``llava`` what LLaVA-1.5's own scripts send. ``standard`` is the
-    kit's with one repair: the kit asks VizWiz bare, at which models are reported to talk at length and score next to
-    nothing, so its questions get LLaVA's line.
+    ``vlmevalkit`` is what VLMEvalKit sends to LLaVA-1.5; ``llava`` is what LLaVA-1.5's own scripts send. ``standard``
+    is VLMEvalKit's with one change: VLMEvalKit sends VizWiz questions without an instruction, for which long answers
+    and scores near zero are reported, so they get LLaVA's instruction.
     """
-    if benchmark.bare:
-        return ""
+    if benchmark.instruction is not None:
+        return benchmark.instruction
     if kind in ("mcq", "circular"):
         return LETTER_CHINESE if re.search(r"[\u4e00-\u9fff]", text) else LETTER
     if benchmark.name == "VizWiz":

@@ -1,43 +1,37 @@
-"""The engine: one picture is seen once, reduced by every method, and each question about it is answered by all."""
+"""Answer the questions about an image under many settings; the tower encodes each image once."""
 
 from __future__ import annotations
 
-import copy
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 
-from torino.core.concepts import CachedEncoder
 from torino.core.errors import BadParameter, TorinoError
-from torino.core.reduction import Reduction, ReductionBatch
-from torino.datasets.images import Padding, as_seen, mean_colour, open_image, prepare
+from torino.datasets.images import as_seen
 from torino.evaluation.examples import ExampleWriter
-from torino.reducers import PositionMode, Reducer, as_in_tower
-from torino.vlm.adapters.base import ASKED, Adapter, EncodedImages, ImageEmbeds, Positions, adapter_for, place
-from torino.vlm.attention import added_by_mass, attending, weigh
-from torino.vlm.session import write_prompt
-from torino.vlm.text_query import ClipText
+from torino.reducers import Reducer
+from torino.vlm.adapters.base import QUERY_SIGNALS, position_mode
+from torino.vlm.attention import uses_proportional
+from torino.vlm.prefix import PrefixCache
+from torino.vlm.session import VLM, Encoded, ReducedImages
 
 OnError = Literal["skip", "stop"]
-BATCHING = 2  # of what is answered together: raised when that changes, since a near tie may then fall the other way
+BATCHING = 2  # version of the batching rule: another batch may decide a near tie differently
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question as the engine gets it.
+class QuestionToAsk:
+    """A question for the engine.
 
     Attributes
     ----------
     key : object
-        Whatever the caller knows it by.
+        Identifies the question for the caller.
     text : str
-        The question with its instruction, without the words a model wants around it.
+        The question with its instruction.
     length : int
         Longest answer, in tokens.
     """
@@ -48,7 +42,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
+class EngineAnswer:
     """One answer, or the error in its place.
 
     Attributes
@@ -57,10 +51,10 @@ class Answered:
     setting : str
     text : str or None
     tokens, before : int
-        Visual tokens that the language model got, and those of the full prompt.
+        Visual tokens that the language model received, and those of the full prompt.
     seconds : dict
-        ``tower``, ``plan``, ``projector``, and ``answer`` of the ``batch`` of answers made together. Where several
-        questions are about one picture, ``answer`` of the first one has the reading of the picture in it.
+        ``tower``, ``plan``, ``projector``, and ``answer`` of the ``batch`` of answers that were generated together.
+        Where several questions share an image, ``answer`` of the first includes reading the image.
     error : str
     """
 
@@ -75,346 +69,218 @@ class Answered:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one setting made of a picture."""
+    """The images as one setting reduces them."""
 
     setting: str
-    sight: EncodedImages
-    plans: ReductionBatch
-    splices: list[ImageEmbeds]
-    tokens: int
-    seconds: dict[str, float]
-    position_mode: PositionMode
-
-
-class _Lead:
-    """The prompt up to the end of its pictures, which the language model reads once for all questions about them."""
-
-    def __init__(self) -> None:
-        self._ids: Tensor | None = None
-        self._cache: Any = None
-
-    def go_on(self, model: Any, shrunk: Mapping[str, Any], image_token: int) -> dict[str, Any]:
-        """The inputs of a whole prompt, so that only what follows the pictures is still to be read."""
-        ids, mask = shrunk["input_ids"], shrunk["attention_mask"]
-        end = 1 + int((ids == image_token).any(0).nonzero().max())
-        if self._ids is None or not torch.equal(self._ids, ids[:, :end]):
-            given = shrunk.get("position_ids")  # there where positions are not simply counted
-            places = (mask.long().cumsum(1) - 1).clamp(min=0) if given is None else given
-            seen = {"input_ids": ids[:, :end], "attention_mask": mask[:, :end], "position_ids": places[:, :end]}
-            self._cache = model(**{**shrunk, **seen}, use_cache=True, logits_to_keep=1).past_key_values
-            self._ids = ids[:, :end]
-        rest = {name: value for name, value in shrunk.items() if name != "mm_encoder_outputs"}
-        return rest | {"past_key_values": copy.deepcopy(self._cache)}  # answering writes into it
+    reduction: ReducedImages
 
 
 class Engine:
-    """Answers questions about pictures under many settings; the tower looks at each picture once for all of them.
+    """Answer questions about images under many settings.
 
-    The language model, too, reads a picture once for all questions about it, where the model's family allows it.
-    Methods that work inside the tower, or choose by the question, see it anew, as they must. Which settings are
-    answered in one batch depends on the settings alone, so a run that is taken up again gives the same answers, and
-    where it lacks those of few settings, the other batches are not even planned.
+    The tower encodes each image once, and the language model reads it once for all questions where the family allows
+    it. Methods inside the tower, and methods that read the question, encode it again. Which settings share a batch
+    depends on the settings only, so a resumed run gives the same answers.
 
     Parameters
     ----------
-    model, processor
-        As :func:`torino.vlm.session.load_vlm` gives them.
+    vlm : VLM
     reducers : mapping of setting to Reducer or None
         None keeps all tokens.
-    padding : {"crop", "square"}
-    positions : {"own", "compact", "original"}
-    mass : bool, optional
-        Attend to each token as to all the patches it stands for, see :mod:`torino.vlm.attention`; by default as each
-        method has it.
     batch : int
-        Settings whose answers to one question are made together, where the model's family allows it.
+        Settings whose answers to one question are generated together, where the family allows it.
     tiers : mapping of setting to str, optional
-        Settings of one tier are batched together: they should leave about as many tokens.
+        Settings of one tier are batched together: they should keep about as many tokens.
     on_error : {"skip", "stop"}
-        Whether a picture or question at which the model fails is noted and passed over.
-    asking : ClipText, optional
-        Reads questions for methods that choose by them.
+        Whether to record an image or question at which the model fails and continue.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        processor: Any,
+        vlm: VLM,
         reducers: Mapping[str, Reducer | None],
         *,
-        padding: Padding = "crop",
-        positions: Positions = "own",
-        mass: bool | None = None,
         batch: int = 8,
         tiers: Mapping[str, str] | None = None,
         on_error: OnError = "skip",
-        asking: ClipText | None = None,
     ) -> None:
         if batch < 1:
             raise BadParameter(f"batch must be at least 1, got {batch}.")
-        self.model, self.processor, self.reducers = model, processor, dict(reducers)
-        self.host = adapter_for(model)
-        self.padding: Padding = padding
-        self.positions: Positions = positions
-        self._weighs = {name: weigh(mass, reducer, self.host) for name, reducer in self.reducers.items()}
-        self.on_error, self.asking = on_error, asking
-        # families that lay out positions or outputs by image are asked one by one
-        plain = type(self.host).outputs is Adapter.outputs and type(self.host).positions is Adapter.positions
-        batch = batch if plain else 1
-        self._resumes = plain and self.host.resumes
-        self._colour = mean_colour(processor)
-        self._weight = next(one for one in model.parameters() if one.is_floating_point())
+        self.vlm, self.reducers, self.on_error = vlm, dict(reducers), on_error
+        reads_question: set[str] = set()
         for setting, reducer in self.reducers.items():
-            if reducer is not None and reducer.needs & ASKED and asking is None:
+            if reducer is None:
+                continue
+            if reducer.needs & QUERY_SIGNALS:
+                reads_question.add(setting)
+                if vlm.text_query is None:
+                    raise BadParameter(
+                        f"{setting} chooses patches by the question, which a CLIP text tower must read. Give it "
+                        "(--clip), or leave the method out."
+                    )
+            if reducer.shares_batch:
                 raise BadParameter(
-                    f"{setting} chooses patches by the question, and nothing here reads it. Give the text half of the "
-                    "model's CLIP (--clip), or leave the method out."
+                    f"{setting} shares a budget among images that are planned together, and an evaluation plans each "
+                    "image alone. Use a threshold instead: torino calibrate --method torino-x finds one."
                 )
-            if reducer is not None and reducer.shares_batch:
-                raise BadParameter(
-                    f"{setting} shares a budget among images that are planned together, and here each picture is "
-                    "planned alone. Take a threshold instead: torino calibrate --method torino-x finds it."
-                )
-        by_question = {name for name, one in self.reducers.items() if one is not None and one.needs & ASKED}
-        self._at_once = self._batches([name for name in self.reducers if name not in by_question], batch, tiers or {})
-        self._by_question = self._batches(sorted(by_question), batch, tiers or {})
+        adapter = vlm.adapter
+        batch = batch if adapter.batches_reductions else 1
+        self._shares_prefix = adapter.batches_reductions and adapter.shares_prefix
+        self._shared = self._batches([name for name in self.reducers if name not in reads_question], batch, tiers or {})
+        self._per_question = self._batches(sorted(reads_question), batch, tiers or {})
 
     @torch.no_grad()
     def answers(
         self,
-        pictures: Sequence[bytes],
-        asked: Sequence[Asked],
+        images: Sequence[Any],
+        questions: Sequence[QuestionToAsk],
         wanted: Callable[[Any, str], bool],
-        keep: ExampleWriter | None = None,
-    ) -> Iterator[list[Answered]]:
-        """Answer questions about one picture (or several that go together).
+        writer: ExampleWriter | None = None,
+    ) -> Iterator[list[EngineAnswer]]:
+        """Answer questions about one image, or about several that belong together.
 
         Parameters
         ----------
-        pictures : sequence of bytes
-        asked : sequence of Asked
+        images : sequence of path, bytes or PIL image
+        questions : sequence of QuestionToAsk
         wanted : callable
-            Says of (key, setting) whether that answer is still missing.
-        keep : ExampleWriter, optional
-            Keeps the picture and its Reductions, where it is one picture of one tile.
+            Whether the answer of (key, setting) is still missing.
+        writer : ExampleWriter, optional
+            Saves the image and its reductions, for a single image without tiles.
 
         Yields
         ------
-        list of Answered
-            Those of a batch that were wanted.
+        list of EngineAnswer
+            The wanted answers of one batch.
         """
-        open_ = [question for question in asked if any(wanted(question.key, name) for name in self.reducers)]
-        if not open_:
+        missing = [question for question in questions if any(wanted(question.key, name) for name in self.reducers)]
+        if not missing:
             return
-        at_once = [
-            names for names in self._at_once if any(wanted(question.key, name) for question in open_ for name in names)
-        ]
+        batches = [names for names in self._shared if any(wanted(q.key, name) for q in missing for name in names)]
         try:
-            images = [prepare(open_image(picture), self.padding, self._colour) for picture in pictures]
-            inputs = self._inputs(images, open_[0])
-            sight, seen = self._look(inputs, [name for names in at_once for name in names]) if at_once else (None, 0.0)
+            opened = [self.vlm.open(image) for image in images]
+            reducers = [self.reducers[name] for names in batches for name in names]
+            encoded = self.vlm.encode(self.vlm.inputs(opened, missing[0].text), reducers)
+            if batches:
+                encoded.run(None)
         except Exception as error:
             self._stop_at(error)
             yield [
                 _failed(question.key, name, error)
-                for question in open_
+                for question in missing
                 for name in self.reducers
                 if wanted(question.key, name)
             ]
             return
-        for names in at_once:
-            assert sight is not None
-            parts, failed = self._parts(names, sight, inputs, seen)
-            if keep is not None:
-                self._keep(keep, images, inputs, parts)
-            # by the questions there are, not by those still open: a run that goes on gives the same answers
-            lead = _Lead() if self._resumes and len(asked) > 1 else None
-            for question in open_:
+        asked: dict[int, Encoded] = {0: encoded}
+
+        def about(number: int) -> Encoded:
+            if number not in asked:
+                asked[number] = encoded.ask(missing[number].text)
+            return asked[number]
+
+        for names in batches:
+            parts, failed = self._parts(names, encoded)
+            if writer is not None:
+                self._save(writer, encoded, parts)
+            # By the number of all questions, not of the missing ones: a resumed run gives the same answers.
+            prefix = PrefixCache() if self._shares_prefix and len(questions) > 1 else None
+            for number, question in enumerate(missing):
                 if any(wanted(question.key, name) for name in names):
-                    done = self._answer(images, question, parts, lead)
-                    done += [_failed(question.key, name, error) for name, error in failed.items()]
-                    yield [answer for answer in done if wanted(answer.key, answer.setting)]
-        for question in open_:
-            for names in self._by_question:
+                    answers = self._answer(about(number), question, parts, prefix)
+                    answers += [_failed(question.key, name, error) for name, error in failed.items()]
+                    yield [answer for answer in answers if wanted(answer.key, answer.setting)]
+        for number, question in enumerate(missing):
+            for names in self._per_question:
                 if any(wanted(question.key, name) for name in names):
-                    parts, failed = self._asked_parts(names, images, question)
-                    done = self._answer(images, question, parts)
-                    done += [_failed(question.key, name, error) for name, error in failed.items()]
-                    yield [answer for answer in done if wanted(answer.key, answer.setting)]
+                    parts, failed = self._parts(names, about(number))
+                    answers = self._answer(about(number), question, parts)
+                    answers += [_failed(question.key, name, error) for name, error in failed.items()]
+                    yield [answer for answer in answers if wanted(answer.key, answer.setting)]
 
     def _batches(self, names: Sequence[str], batch: int, tiers: Mapping[str, str]) -> list[list[str]]:
-        """Settings that are answered together: of one tier, tokens numbered and weighed alike, at most ``batch``.
+        """Group settings that are answered together: same tier, positions and attention, at most ``batch``.
 
-        All tokens of a picture are so many more than what methods leave of them that they are a tier of their own.
+        All tokens are a group of their own: they are far more than any method keeps.
         """
         order = list(dict.fromkeys(tiers.values()))
 
         def key(name: str) -> tuple[bool, str, bool, int]:
             reducer = self.reducers[name]
             tier = order.index(tiers[name]) if name in tiers else -1
-            return reducer is None, place(self.positions, reducer), self._weighs[name], tier
+            proportional = uses_proportional(self.vlm.attention, reducer, self.vlm.adapter)
+            return reducer is None, position_mode(self.vlm.positions, reducer), proportional, tier
 
-        made: list[list[str]] = []
-        for _, alike in groupby(sorted(names, key=lambda name: (key(name), name)), key=key):
-            some = list(alike)
-            pieces = -(-len(some) // batch)
-            made += [some[len(some) * i // pieces : len(some) * (i + 1) // pieces] for i in range(pieces)]
-        return made
+        result: list[list[str]] = []
+        for _, group in groupby(sorted(names, key=lambda name: (key(name), name)), key=key):
+            members = list(group)
+            pieces = -(-len(members) // batch)
+            result += [members[len(members) * i // pieces : len(members) * (i + 1) // pieces] for i in range(pieces)]
+        return result
 
     def _stop_at(self, error: Exception) -> None:
-        """Raise what went wrong, as a sentence, where that is asked for."""
+        """Raise an error as a sentence if the run is to stop at errors."""
         if self.on_error == "skip":
             return
         if isinstance(error, TorinoError):
             raise error
         raise TorinoError(
-            f"The model failed with {type(error).__name__}: {error}. What was answered before is kept. To note such a "
-            "failure and go on, skip errors instead of stopping at them."
+            f"The model failed with {type(error).__name__}: {error}. Earlier answers are kept. To record such failures "
+            "and continue, skip errors instead of stopping at them."
         ) from error
 
-    # ------------------------------------------------------------------ seeing
-
-    def _look(self, inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[EncodedImages, float]:
-        """What the tower shows to all settings that do not work inside it, and how long that took."""
-        common = frozenset[str]()
-        for reducer in (self.reducers[name] for name in names):
-            if reducer is not None and as_in_tower(reducer) is None:
-                common |= reducer.needs | (reducer.view_needs if self.host.tiles else frozenset())
-        begin = time.perf_counter()
-        sight = self.host.look(inputs, common)
-        return sight, time.perf_counter() - begin
-
-    def _parts(
-        self, names: Sequence[str], sight: EncodedImages, inputs: Mapping[str, Any], seen: float
-    ) -> tuple[list[_Part], dict[str, Exception]]:
-        """What each setting makes of the picture, and the settings that fail at it."""
+    def _parts(self, names: Sequence[str], encoded: Encoded) -> tuple[list[_Part], dict[str, Exception]]:
+        """Reduce the images under each setting; return also the settings that fail."""
         parts: list[_Part] = []
         failed: dict[str, Exception] = {}
         for name in names:
             try:
-                parts.append(self._part(name, self.reducers[name], sight, inputs, seen))
+                parts.append(_Part(name, self.vlm.reduce(encoded, self.reducers[name])))
             except Exception as error:
                 self._stop_at(error)
                 failed[name] = error
         return parts, failed
 
-    def _part(
-        self, name: str, reducer: Reducer | None, sight: EncodedImages, inputs: Mapping[str, Any], seen: float
-    ) -> _Part:
-        begin, memory = time.perf_counter(), getattr(reducer, "sae", None)
-        saved = memory.saved if isinstance(memory, CachedEncoder) else 0.0
-        inside = None if reducer is None else as_in_tower(reducer)
-        if reducer is None:
-            plans = ReductionBatch.of([Reduction.identity(unit.grid) for unit in sight.tokens])
-        elif inside is None:
-            plans = self.host.plan(reducer, sight)
-        else:
-            sight, plans = self.host.encode_in_tower(inputs, inside)
-            seen, begin = time.perf_counter() - begin, time.perf_counter()
-        planned = time.perf_counter()
-        if isinstance(memory, CachedEncoder):  # what another setting has paid for counts for this one all the same
-            begin -= memory.saved - saved
-        splices = self.host.splice(sight, plans)
-        seconds = {"tower": seen, "plan": planned - begin, "projector": time.perf_counter() - planned}
-        tokens = sum(len(splice.slots) for splice in splices)
-        return _Part(name, sight, plans, splices, tokens, seconds, place(self.positions, reducer))
-
-    def _keep(
-        self, keep: ExampleWriter, images: Sequence[Any], inputs: Mapping[str, Any], parts: Sequence[_Part]
-    ) -> None:
-        seen = as_seen(inputs, self.processor, images)
-        if len(seen) != 1 or any(len(part.plans) != 1 for part in parts):
+    def _save(self, writer: ExampleWriter, encoded: Encoded, parts: Sequence[_Part]) -> None:
+        shown = as_seen(encoded.inputs.tensors, self.vlm.processor, encoded.inputs.images)
+        if len(shown) != 1 or any(len(part.reduction.plans) != 1 for part in parts):
             return
-        keep.photo(seen[0])
+        writer.save_image(shown[0])
         for part in parts:
             if self.reducers[part.setting] is not None:
-                keep.plan(part.setting, part.plans[0])
-
-    def _asked_parts(
-        self, names: Sequence[str], images: Sequence[Any], question: Asked
-    ) -> tuple[list[_Part], dict[str, Exception]]:
-        """What settings that choose by the question make of the picture, which they see for this one alone."""
-        parts: list[_Part] = []
-        failed: dict[str, Exception] = {}
-        for name in names:
-            reducer = self.reducers[name]
-            assert reducer is not None
-            assert self.asking is not None  # an engine without it is refused
-            try:
-                inputs = self._inputs(images, question)
-                begin = time.perf_counter()
-                sight = self.host.look(inputs, reducer.needs - ASKED)
-                sight = self.asking.about(question.text).add(self.host, sight, inputs)
-                parts.append(self._part(name, reducer, sight, inputs, time.perf_counter() - begin))
-            except Exception as error:
-                self._stop_at(error)
-                failed[name] = error
-        return parts, failed
-
-    # ------------------------------------------------------------------ answering
+                writer.save_reduction(part.setting, part.reduction.plans[0])
 
     def _answer(
-        self, images: Sequence[Any], question: Asked, group: Sequence[_Part], lead: _Lead | None = None
-    ) -> list[Answered]:
+        self, encoded: Encoded, question: QuestionToAsk, group: Sequence[_Part], prefix: PrefixCache | None = None
+    ) -> list[EngineAnswer]:
         if not group:
             return []
         try:
-            return self._generate(images, question, group, lead)
+            return self._generate(encoded, question, group, prefix)
         except Exception as error:
             self._stop_at(error)
             if len(group) == 1:
                 return [_failed(question.key, group[0].setting, error)]
-            return [answer for part in group for answer in self._answer(images, question, [part])]
+            return [answer for part in group for answer in self._answer(encoded, question, [part])]
 
     def _generate(
-        self, images: Sequence[Any], question: Asked, group: Sequence[_Part], lead: _Lead | None
-    ) -> list[Answered]:
-        full = self._inputs(images, question)
-        before = int((full["input_ids"] == self.host.image_token).sum())
-        count = len(group)
-        rows = {
-            name: value.repeat(count, *[1] * (value.ndim - 1)) if isinstance(value, Tensor) else value
-            for name, value in full.items()
-            if name not in self.host.pixel_names
-        }
-        sight = group[0].sight if count == 1 else EncodedImages((), group[0].sight.full * count)
-        splices = [splice for part in group for splice in part.splices]
-        shrunk, _ = self.host.fill(rows, sight, splices, group[0].position_mode, "left")
-        begin = time.perf_counter()
-        length = shrunk["input_ids"].shape[1]
-        with ExitStack() as stack:
-            if self._weighs[group[0].setting]:  # and so for all of the group
-                plans = [plan for part in group for plan in part.plans]
-                counts = [len(splice.slots) for splice in splices]
-                added = added_by_mass(shrunk, self.host.image_token, plans, counts)
-                stack.enter_context(attending(self.model, added))
-            if lead is not None:
-                shrunk = lead.go_on(self.model, shrunk, self.host.image_token)
-            out = cast(Any, self.model).generate(**shrunk, max_new_tokens=question.length, do_sample=False)
-        took = time.perf_counter() - begin
-        texts = self.processor.batch_decode(out[:, length:], skip_special_tokens=True)
+        self, encoded: Encoded, question: QuestionToAsk, group: Sequence[_Part], prefix: PrefixCache | None
+    ) -> list[EngineAnswer]:
+        reductions = [part.reduction for part in group]
+        output = self.vlm.generate(encoded.inputs, reductions, prefix=prefix, max_new_tokens=question.length)
+        timing = {"answer": output.prefill + output.decode, "batch": len(group)}
         return [
-            Answered(
+            EngineAnswer(
                 question.key,
                 part.setting,
                 text.strip(),
-                part.tokens,
-                before,
-                {**part.seconds, "answer": took, "batch": count},
+                part.reduction.tokens,
+                sum(part.reduction.encoded.full),
+                {name: part.reduction.seconds.get(name, 0.0) for name in ("tower", "plan", "projector")} | timing,
             )
-            for part, text in zip(group, texts, strict=True)
+            for part, text in zip(group, output.texts, strict=True)
         ]
 
-    def _inputs(self, images: Sequence[Any], question: Asked) -> dict[str, Any]:
-        prompt = write_prompt(self.model, self.processor, question.text, len(images))
-        start = getattr(getattr(self.processor, "tokenizer", None), "bos_token", None)
-        options = {"add_special_tokens": False} if start and prompt.startswith(start) else {}
-        try:
-            inputs = self.processor(images=list(images), text=prompt, return_tensors="pt", **options)
-        except (ValueError, TypeError) as error:
-            raise TorinoError(f"{type(self.processor).__name__} refused the image or the question: {error}") from error
-        return dict(inputs.to(self._weight.device, dtype=self._weight.dtype))
 
-
-def _failed(key: Any, setting: str, error: Exception) -> Answered:
-    return Answered(key, setting, None, 0, 0, {}, f"{type(error).__name__}: {error}")
+def _failed(key: Any, setting: str, error: Exception) -> EngineAnswer:
+    return EngineAnswer(key, setting, None, 0, 0, {}, f"{type(error).__name__}: {error}")

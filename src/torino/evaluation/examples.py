@@ -1,4 +1,4 @@
-"""Cells: photos and Reductions that a run keeps on request, so that figures can show what became of the patches."""
+"""Save images and reductions during a run, and load them for figures."""
 
 from __future__ import annotations
 
@@ -13,90 +13,90 @@ from PIL import Image
 from torino.core.errors import BadParameter, TorinoError
 from torino.core.io import write_atomic
 from torino.core.reduction import Reduction
-from torino.evaluation.benchmarks import words
+from torino.evaluation.benchmarks import format_question
 from torino.evaluation.judge import Grader
 from torino.evaluation.protocol import FULL, Setting
 from torino.evaluation.results import Run
 from torino.evaluation.tasks import Task
 
-FOLDER, PHOTO = "cells", "photo.png"
-MOST = 5  # methods of a tier that are shown unless they are named
+FOLDER, IMAGE = "cells", "photo.png"
+MAX_METHODS = 5  # methods of a tier that are shown by default
 
 
-def place_of(folder: Path, key: str) -> Path:
-    """Where a run keeps what it made of a picture."""
-    return folder / FOLDER / _short(key)
+def example_dir(folder: Path, key: str) -> Path:
+    """Return the folder in which a run saves what belongs to an image."""
+    return folder / FOLDER / _hash(key)
 
 
 @dataclass(frozen=True)
 class ExampleWriter:
-    """Keeps one picture as the tower saw it, and what each setting made of it.
+    """Saves one image as the tower sees it, and its reduction under each setting.
 
     Attributes
     ----------
     folder : Path
-        Of the picture, see :func:`place_of`.
+        Folder of the image, see :func:`example_dir`.
     """
 
     folder: Path
 
-    def photo(self, image: Image.Image) -> None:
-        """Keep the picture, once."""
-        file = self.folder / PHOTO
+    def save_image(self, image: Image.Image) -> None:
+        """Save the image unless it is saved already."""
+        file = self.folder / IMAGE
         if not file.is_file():
             write_atomic(file, lambda target: image.save(target, "PNG"))
 
-    def plan(self, setting: str, plan: Reduction) -> None:
-        """Keep a Reduction, once."""
-        file = self.folder / f"{_short(setting)}.npz"
+    def save_reduction(self, setting: str, reduction: Reduction) -> None:
+        """Save a reduction unless it is saved already."""
+        file = _reduction_file(self.folder, setting)
         if not file.is_file():
-            plan.save(file)
+            reduction.save(file)
 
 
 @dataclass(frozen=True)
 class SavedExample:
-    """A Reduction of a picture with the answer that was given with it.
+    """A reduction of an image with the answer given with it.
 
     Attributes
     ----------
     setting : Setting
     reduction : Reduction
     answer : str
-    right : bool or None
-        None where a sample has no score of its own.
+    correct : bool or None
+        None if samples have no individual score.
     """
 
     setting: Setting
     reduction: Reduction
     answer: str
-    right: bool | None
+    correct: bool | None
 
 
 @dataclass(frozen=True)
 class ExampleCase:
-    """A question of a run whose picture and Reductions were kept.
+    """A question of a run whose image and reductions were saved.
 
     Attributes
     ----------
     task, index, question : str
-    photo : Image
+    image : Image
     answer : str
         With all tokens.
-    right : bool or None
-    cells : sequence of SavedExample
+    correct : bool or None
+    examples : sequence of SavedExample
         In the order of the run's settings.
     """
 
     task: str
     index: str
     question: str
-    photo: Image.Image
+    image: Image.Image
     answer: str
-    right: bool | None
-    cells: Sequence[SavedExample]
+    correct: bool | None
+    examples: Sequence[SavedExample]
 
 
-def cases(
+def load_examples(
     run: Run,
     *,
     samples: Sequence[str] = (),
@@ -106,101 +106,110 @@ def cases(
     data: str | Path | None = None,
     judge: Grader | None = None,
 ) -> list[ExampleCase]:
-    """Questions of a run to show.
+    """Load questions of a run with their saved images and reductions.
 
     Parameters
     ----------
     run : Run
-        Made with ``keep``.
+        Made with saved images.
     samples : sequence of str
-        ``TASK:INDEX`` each; by default the first about each picture that was kept, the tasks in turn, ``count`` in all.
+        ``TASK:INDEX`` each; by default the first question about each saved image, alternating between tasks, ``count``
+        in total.
     tier : str, optional
-        Shows methods of one tier: ``2,2``, ``192``; by default that of (2, 2), else the first there is.
+        The tier whose methods are shown, such as ``2,2`` or ``192``; by default ``2,2``, else the first.
     settings : sequence of str
         Ids of settings, or names of methods in the tier; by default TORINO and the first others of the tier.
     count : int
     data : path, optional
-        Where the tasks' files are now.
+        Folder of the tasks' files.
     judge : Grader, optional
-        For tasks whose answers are graded.
+        For tasks with graded answers.
     """
     if not (run.folder / FOLDER).is_dir():
         raise BadParameter(
-            f"The run in {run.folder} kept no reductions. Evaluate with --keep 12, say, in a new folder."
+            f"The run in {run.folder} saved no images. Evaluate into a new folder with --save-images 12, for example."
         )
-    shown = _settings(run, tier, settings)
+    shown = _select_settings(run, tier, settings)
     tasks = run.open_tasks(data)
-    found: list[ExampleCase] = []
-    for name, index in _chosen(run, tasks, samples, count):
-        marks = {one.id: _mark(run, tasks[name], one.id, index, judge) for one in (FULL, *shown)}
+    cases: list[ExampleCase] = []
+    for name, index in _select_samples(run, tasks, samples, count):
+        answers = {item.id: _grade_answer(run, tasks[name], item.id, index, judge) for item in (FULL, *shown)}
         sample = tasks[name][index]
-        folder = place_of(run.folder, sample.image.key)
-        cells = [
-            SavedExample(one, Reduction.load(folder / f"{_short(one.id)}.npz"), *marks[one.id])
-            for one in shown
-            if (folder / f"{_short(one.id)}.npz").is_file()
+        folder = example_dir(run.folder, sample.image.key)
+        files = {setting.id: _reduction_file(folder, setting.id) for setting in shown}
+        examples = [
+            SavedExample(setting, Reduction.load(files[setting.id]), *answers[setting.id])
+            for setting in shown
+            if files[setting.id].is_file()
         ]
-        if not cells:
-            raise TorinoError(f"Nothing was kept of {name}:{index} by the settings asked for.")
-        with Image.open(folder / PHOTO) as photo:
-            found.append(ExampleCase(name, index, words(sample), photo.convert("RGB"), *marks[FULL.id], cells))
-    if not found:
-        raise BadParameter(f"The run in {run.folder} has no answered question about a picture that it kept.")
-    return found
+        if not examples:
+            raise TorinoError(f"No reduction of {name}:{index} is saved for the selected settings.")
+        with Image.open(folder / IMAGE) as image:
+            question = format_question(sample)
+            cases.append(ExampleCase(name, index, question, image.convert("RGB"), *answers[FULL.id], examples))
+    if not cases:
+        raise BadParameter(f"The run in {run.folder} has no answered question about a saved image.")
+    return cases
 
 
-def _settings(run: Run, tier: str | None, wanted: Sequence[str]) -> list[Setting]:
-    tiers = list(dict.fromkeys(one.tier for one in run.settings.values() if one.method != "full"))
+def _select_settings(run: Run, tier: str | None, names: Sequence[str]) -> list[Setting]:
+    tiers = list(dict.fromkeys(setting.tier for setting in run.settings.values() if setting.method != "full"))
     used = tier or ("2,2" if "2,2" in tiers else tiers[0] if tiers else "")
     if used not in tiers:
         raise BadParameter(f"The run in {run.folder} has no tier {used!r}; it has {', '.join(tiers) or 'none'}.")
-    there = [one for one in run.settings.values() if one.tier == used]
-    if not wanted:
-        ours = [one for one in there if one.method.startswith("torino-")]
-        first = [one for one in ours if one.dynamic] or ours
-        others = [one for one in there if one not in ours and one.seed in (None, 0)]
-        return [*first[-1:], *others][:MOST]
-    found: list[Setting] = []
-    for name in wanted:
-        match = [run.settings[name]] if name in run.settings else [one for one in there if one.method == name]
-        if not match:
+    members = [setting for setting in run.settings.values() if setting.tier == used]
+    if not names:
+        own = [setting for setting in members if setting.method.startswith("torino-")]
+        preferred = [setting for setting in own if setting.dynamic] or own
+        others = [setting for setting in members if setting not in own and setting.seed in (None, 0)]
+        return [*preferred[-1:], *others][:MAX_METHODS]
+    selected: list[Setting] = []
+    for name in names:
+        matches = [run.settings[name]] if name in run.settings else [item for item in members if item.method == name]
+        if not matches:
             raise BadParameter(
-                f"The run has no setting {name!r}, and no method of that name in tier {used}. Settings of the tier: "
-                f"{', '.join(one.id for one in there)}."
+                f"The run has no setting {name!r}, and no method with that name in tier {used}. Settings of the tier: "
+                f"{', '.join(setting.id for setting in members)}."
             )
-        found += match[:1]
-    return found
+        selected += matches[:1]
+    return selected
 
 
-def _chosen(run: Run, tasks: Mapping[str, Task], samples: Sequence[str], count: int) -> Iterator[tuple[str, str]]:
+def _select_samples(
+    run: Run, tasks: Mapping[str, Task], samples: Sequence[str], count: int
+) -> Iterator[tuple[str, str]]:
+    """Yield the task and index of each question to show."""
     if samples:
-        for one in samples:
-            name, _, index = one.partition(":")
+        for text in samples:
+            name, _, index = text.partition(":")
             if name not in tasks or not any(sample.index == index for sample in tasks[name]):
-                raise BadParameter(f"{one!r} is no sample of this run. Write TASK:INDEX, such as {_first(tasks)}.")
-            if not (place_of(run.folder, tasks[name][index].image.key) / PHOTO).is_file():
-                raise BadParameter(f"The run did not keep the picture of {one}. Evaluate with a larger --keep.")
+                example = next(f"{title}:{task[0].index}" for title, task in tasks.items())
+                raise BadParameter(f"{text!r} is not a sample of this run. Write TASK:INDEX, such as {example}.")
+            if not (example_dir(run.folder, tasks[name][index].image.key) / IMAGE).is_file():
+                raise BadParameter(f"The run did not save the image of {text}. Evaluate with a larger --save-images.")
             yield name, index
         return
-    kept = {name: _first_of_each(run, task) for name, task in tasks.items()}
-    turns = ((name, indices[turn]) for turn in range(count) for name, indices in kept.items() if turn < len(indices))
-    for number, one in enumerate(turns):
+    saved = {name: _first_questions(run, task) for name, task in tasks.items()}
+    alternating = (
+        (name, indices[turn]) for turn in range(count) for name, indices in saved.items() if turn < len(indices)
+    )
+    for number, choice in enumerate(alternating):
         if number == count:
             return
-        yield one
+        yield choice
 
 
-def _first_of_each(run: Run, task: Task) -> list[str]:
-    """The first question about each picture of a task that was kept."""
-    found: dict[str, str] = {}
-    for one in task:
-        if one.image.key not in found and (place_of(run.folder, one.image.key) / PHOTO).is_file():
-            found[one.image.key] = one.index
-    return list(found.values())
+def _first_questions(run: Run, task: Task) -> list[str]:
+    """Return the first question about each saved image of a task."""
+    first: dict[str, str] = {}
+    for sample in task:
+        if sample.image.key not in first and (example_dir(run.folder, sample.image.key) / IMAGE).is_file():
+            first[sample.image.key] = sample.index
+    return list(first.values())
 
 
-def _mark(run: Run, task: Task, setting: str, index: str, judge: Grader | None) -> tuple[str, bool | None]:
-    """The answer to one sample under one setting, and whether it is right."""
+def _grade_answer(run: Run, task: Task, setting: str, index: str, judge: Grader | None) -> tuple[str, bool | None]:
+    """Return the answer to one sample under one setting, and whether it is correct."""
     rows: list[dict[str, Any]] = [row for row in run.rows(task.name, setting) if row["index"] == index]
     if not rows or rows[-1].get("prediction") is None:
         return "", None
@@ -208,9 +217,9 @@ def _mark(run: Run, task: Task, setting: str, index: str, judge: Grader | None) 
     return str(rows[-1]["prediction"]), None if score is None else score >= 0.5
 
 
-def _first(tasks: Mapping[str, Task]) -> str:
-    return next(f"{name}:{task[0].index}" for name, task in tasks.items())
+def _reduction_file(folder: Path, setting: str) -> Path:
+    return folder / f"{_hash(setting)}.npz"
 
 
-def _short(text: str) -> str:
+def _hash(text: str) -> str:
     return blake2b(text.encode(), digest_size=8).hexdigest()

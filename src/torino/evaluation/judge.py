@@ -1,29 +1,30 @@
-"""A language model as judge, for benchmarks with free answers (MM-Vet), behind any OpenAI-compatible endpoint.
+"""Grade free-form answers (MM-Vet) with a language model behind an OpenAI-compatible server.
 
-Every grade is kept in a JSONL file as soon as it is there, so that no answer is judged, or paid for, twice.
+Every grade is appended to a JSONL file as soon as it arrives, so that no answer is graded, or paid for, twice.
+Needs the package openai (``pip install "torino[judge]"``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
-from http.client import HTTPException
 from pathlib import Path
-from threading import Lock
-from typing import Any, Protocol, cast
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torino.core.errors import BadFile, BadParameter, Unreachable
+from torino.core.errors import BadFile, BadParameter, TorinoError, Unreachable
 from torino.evaluation.samples import Sample
 
-# MM-Vet's grading in our words: its scale, its meaning of <AND> and <OR>. The authors' own text can be given instead.
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+# MM-Vet's grading scheme in our words: its scale and its meaning of <AND> and <OR>. The original text can be given too.
 PROMPT = """You grade answers to questions about an image that you cannot see.
 Compare the prediction with the ground truth and give its correctness from 0.0 (totally wrong) to 1.0 (totally right),
 in steps of 0.1. Where the ground truth joins elements by <AND>, the prediction is totally right only if it has all of
@@ -52,168 +53,246 @@ Correctness:"""
 
 URL, MODEL, KEY = "TORINO_JUDGE_URL", "TORINO_JUDGE_MODEL", "TORINO_JUDGE_KEY"
 NO_JUDGE = (
-    f"Not scored: its answers are graded by a language model, and none was named. Set {URL} to the address of an "
-    f"OpenAI-compatible server (such as https://api.openai.com/v1), {MODEL} to a model there and, if it asks for one, "
-    f"{KEY} to a key."
+    f"Not scored: its answers are graded by a language model, and none is configured. Set {URL} to the address of an "
+    f"OpenAI-compatible server (such as https://api.openai.com/v1), {MODEL} to a model there and, if the server needs "
+    f"one, {KEY} to an API key."
 )
+MAX_REPLY_BYTES = 1_000_000
 _FIELD = re.compile(r"\{(question|answer|prediction)\}")
 _NUMBER = re.compile(r"(?<![\d.])(?:0(?:\.\d+)?|1(?:\.0+)?|\.\d+)(?![\d.]*\d)")
-_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
 class Grader(Protocol):
-    """Whatever grades free answers: a :class:`Judge`, or the key words of the lab."""
+    """Grades free-form answers: a :class:`Judge`, or the grader of a benchmark."""
 
     @property
     def name(self) -> str:
-        """How a result says who graded."""
+        """Name of the grader in results."""
         ...
 
-    def grade_all(self, samples: Iterable[Sample], said: Mapping[str, str]) -> dict[str, float | None]:
-        """Grades from 0 to 1 by index; None where there is none."""
+    def grade_all(self, samples: Iterable[Sample], predictions: Mapping[str, str], /) -> dict[str, float | None]:
+        """Return grades from 0 to 1 by index; None if an answer could not be graded."""
         ...
+
+
+class _ReplyError(Exception):
+    """A reply cannot be used; the message gives the reason."""
 
 
 @dataclass
 class Judge:
-    """Grades answers from 0 to 1.
+    """Grade answers from 0 to 1 with a language model.
+
+    Redirects are not followed, because they would send the API key to another server.
 
     Parameters
     ----------
     url : str
-        Address of the server up to and without ``/chat/completions``.
+        Address of the server without ``/chat/completions``.
     model : str
-    key : str
-        Sent as a bearer token where it is not empty; written nowhere.
+    api_key : str
+        Sent as a bearer token if it is not empty; never written to a file.
     cache : path, optional
-        JSONL file of grades; made where it is missing, added to where it is there.
+        JSONL file of grades; created if it does not exist.
     prompt : str
         With the fields ``{question}``, ``{answer}`` and ``{prediction}``.
-    body : mapping
-        Further fields of a request, such as ``{"max_completion_tokens": 64, "max_tokens": None}``; None takes one out.
-    tries : int
-        How often a request is sent when the server is busy, and how often an unreadable reply is asked for anew.
-    workers : int
-        Requests under way at once.
-    timeout, pause : float
-        Seconds a request may take, and seconds before the second try, doubled for each further one.
+    extra_body : mapping
+        Further fields of a request, such as ``{"max_completion_tokens": 64, "max_tokens": None}``; None removes one.
+    max_retries : int
+        Number of repeated requests when the server is busy or unreachable, and when a reply contains no grade.
+    concurrency : int
+        Number of simultaneous requests.
+    timeout : float
+        Seconds that one request may take in total.
     """
 
     url: str
     model: str
-    key: str = field(default="", repr=False)
+    api_key: str = field(default="", repr=False)
     cache: Path | None = None
     prompt: str = PROMPT
-    body: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    tries: int = 5
-    workers: int = 4
+    extra_body: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_retries: int = 4
+    concurrency: int = 4
     timeout: float = 60.0
-    pause: float = 1.0
-    _known: dict[str, float | None] = field(default_factory=dict[str, float | None], init=False, repr=False)
+    _grades: dict[str, float | None] = field(default_factory=dict[str, float | None], init=False, repr=False)
     _lock: Lock = field(default_factory=Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse an address or a prompt that cannot work, and read the grades that are there."""
+        """Validate the parameters and read the cached grades."""
         if not self.url.startswith(("http://", "https://")):
             raise BadParameter(f"The judge's address must begin with http:// or https://, got {self.url!r}.")
-        lacking = [name for name in ("question", "answer", "prediction") if f"{{{name}}}" not in self.prompt]
-        if lacking:
-            raise BadParameter(f"The judge's prompt must hold {{{lacking[0]}}}; it holds no such field.")
+        missing = [name for name in ("question", "answer", "prediction") if f"{{{name}}}" not in self.prompt]
+        if missing:
+            raise BadParameter(f"The judge's prompt must contain {{{missing[0]}}}.")
+        if self.max_retries < 0:
+            raise BadParameter(f"max_retries must be at least 0, got {self.max_retries}.")
+        if self.timeout <= 0:
+            raise BadParameter(f"timeout must be greater than 0, got {self.timeout}.")
         if self.cache is not None:
             self.cache = Path(self.cache)
-            self._known = _read_grades(self.cache)
+            self._grades = _read_grades(self.cache)
 
     @classmethod
-    def from_environment(cls, **given: Any) -> Judge | None:
-        """The judge that the arguments and the environment name, or None if they name none.
+    def from_environment(cls, **parameters: Any) -> Judge | None:
+        """Return the judge configured by the arguments and the environment, or None.
 
         ``TORINO_JUDGE_URL``, ``TORINO_JUDGE_MODEL`` and ``TORINO_JUDGE_KEY``; the key may also be ``OPENAI_API_KEY``.
         """
-        named: dict[str, Any] = {
+        values: dict[str, Any] = {
             "url": os.environ.get(URL, ""),
             "model": os.environ.get(MODEL, ""),
-            "key": os.environ.get(KEY) or os.environ.get("OPENAI_API_KEY", ""),
+            "api_key": os.environ.get(KEY) or os.environ.get("OPENAI_API_KEY", ""),
         }
-        named |= {name: value for name, value in given.items() if value is not None}
-        return cls(**named) if named["url"] and named["model"] else None
+        values |= {name: value for name, value in parameters.items() if value is not None}
+        return cls(**values) if values["url"] and values["model"] else None
 
     @property
     def name(self) -> str:
-        """The model and the prompt, for the record of a result."""
-        wording = "torino's MM-Vet prompt" if self.prompt == PROMPT else "prompt " + _hash(self.prompt)[:8]
-        return f"{self.model}, {wording}"
+        """The model and the prompt, recorded with a result."""
+        prompt = "torino's MM-Vet prompt" if self.prompt == PROMPT else "prompt " + _hash(self.prompt)[:8]
+        return f"{self.model}, {prompt}"
 
-    def grade_all(self, samples: Iterable[Sample], said: Mapping[str, str]) -> dict[str, float | None]:
-        """Grade all answers; None where the judge gave no number in all tries.
+    def grade(self, sample: Sample, prediction: str) -> float | None:
+        """Grade one answer."""
+        return self.grade_all([sample], {sample.index: prediction})[sample.index]
+
+    def grade_all(self, samples: Iterable[Sample], predictions: Mapping[str, str]) -> dict[str, float | None]:
+        """Grade all answers; None if no reply of the judge contains a grade.
 
         Raises
         ------
         Unreachable
-            If the server does not answer. Grades that were given are kept, and the next call goes on from there.
+            If the server does not answer. Grades received so far are kept, and the next call continues from there.
         """
-        asked = [sample for sample in samples if sample.index in said]
-        with ThreadPoolExecutor(max(1, self.workers)) as pool:
-            futures = [(one.index, pool.submit(self.grade, one, said[one.index])) for one in asked]
-            try:
-                return {index: future.result() for index, future in futures}
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        answered = [sample for sample in samples if sample.index in predictions]
+        prompts = {sample.index: self._write_prompt(sample, predictions[sample.index]) for sample in answered}
+        keys = {index: _hash(f"{self.model}\n{text}") for index, text in prompts.items()}
+        missing = {key: index for index, key in keys.items() if key not in self._grades}
+        if missing:
+            requests = [(key, index, prompts[index]) for key, index in missing.items()]
+            stop = Event()
+            # a thread of its own, because the caller's thread may already run an event loop, as in a notebook
+            with ThreadPoolExecutor(1) as pool:
+                try:
+                    pool.submit(asyncio.run, self._request_grades(requests, stop)).result()
+                finally:
+                    stop.set()
+        return {index: self._grades[key] for index, key in keys.items()}
 
-    def grade(self, sample: Sample, prediction: str) -> float | None:
-        """Grade one answer."""
-        right = " <OR> ".join(sample.answers).replace("<AND>", " <AND> ").replace("<OR>", " <OR> ")
-        fields = {"question": sample.question, "answer": " ".join(right.split()), "prediction": prediction}
+    def _write_prompt(self, sample: Sample, prediction: str) -> str:
+        correct = " <OR> ".join(sample.answers).replace("<AND>", " <AND> ").replace("<OR>", " <OR> ")
+        fields = {"question": sample.question, "answer": " ".join(correct.split()), "prediction": prediction}
         text = _FIELD.sub(lambda match: fields[match[1]], self.prompt)
-        mark = _hash(f"{self.model}\n{text}")
-        with self._lock:
-            if mark in self._known:
-                return self._known[mark]
+        return text.encode(errors="replace").decode()  # lone surrogates cannot be sent
+
+    async def _request_grades(self, requests: Sequence[tuple[str, str, str]], stop: Event) -> None:
+        """Request the grades of (key, index, prompt); after an error, finish the running requests and raise it."""
+        slots = asyncio.Semaphore(max(1, self.concurrency))
+
+        async def request(client: AsyncOpenAI, key: str, index: str, text: str) -> None:
+            async with slots:
+                if stop.is_set():
+                    return
+                try:
+                    await self._request_grade(client, key, index, text)
+                except BaseException:
+                    stop.set()
+                    raise
+
+        async with self._open_client() as client:
+            results = await asyncio.gather(*(request(client, *item) for item in requests), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _request_grade(self, client: AsyncOpenAI, key: str, index: str, text: str) -> None:
         grade, reply = None, ""
-        for attempt in range(max(1, self.tries)):
-            reply = self._ask(text, temperature=0.0 if not attempt else 0.5)
-            grade = grade_in(reply)
+        for attempt in range(self.max_retries + 1):
+            reply = await self._request(client, text, temperature=0.0 if not attempt else 0.5)
+            grade = parse_grade(reply)
             if grade is not None:
                 break
-        self._keep({"key": mark, "index": sample.index, "model": self.model, "grade": grade, "reply": reply[:500]})
-        return grade
+        self._save({"key": key, "index": index, "model": self.model, "grade": grade, "reply": reply[:500]})
 
-    def _ask(self, text: str, temperature: float) -> str:
-        body = {"model": self.model, "messages": [{"role": "user", "content": text}], "temperature": temperature}
-        body = {name: value for name, value in {**body, "max_tokens": 16, **self.body}.items() if value is not None}
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
-        request = Request(f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
-        reason = ""
-        for attempt in range(max(1, self.tries)):
-            try:
-                with urlopen(request, timeout=self.timeout) as answer:
-                    return _content(answer.read())
-            except HTTPError as error:
-                reason = f"it answered {error.code} {error.reason}"
-                if error.code not in _AGAIN:
-                    break
-            except (URLError, TimeoutError, ConnectionError, HTTPException) as error:
-                reason = str(getattr(error, "reason", error)) or type(error).__name__
-            except ValueError as error:
-                reason = f"its reply is not that of a chat ({error})"
-                break
-            if attempt + 1 < self.tries:
-                time.sleep(self.pause * 2**attempt)
+    async def _request(self, client: AsyncOpenAI, text: str, temperature: float) -> str:
+        """Send one prompt and return the reply."""
+        from openai import APIStatusError, Omit, OpenAIError
+
+        body = {"temperature": temperature, "max_tokens": 16, **self.extra_body}
+        headers: dict[str, Any] = {} if self.api_key else {"Authorization": Omit()}
+        try:
+            response = await client.chat.completions.with_raw_response.create(
+                model=self.model,
+                messages=[{"role": "user", "content": text}],
+                extra_headers=headers,
+                extra_body={name: value for name, value in body.items() if value is not None},
+            )
+            return _parse_reply(response.content)
+        except APIStatusError as error:
+            reason = f"it answered {error.status_code} {error.response.reason_phrase}"
+            if error.response.is_redirect:
+                reason += f", a redirect to {error.response.headers.get('location', '')}, which is not followed"
+        except _ReplyError as error:
+            reason = str(error)
+        except OpenAIError as error:
+            cause = error.__cause__
+            reason = str(cause or error) or type(cause or error).__name__
         raise Unreachable(
-            f"The judge {self.model} at {self.url} could not be asked: {reason}. Check the address, the model and the "
-            "key; grades that were given so far are kept."
+            f"The request to the judge {self.model} at {self.url} failed: {reason}. Check the address, the model and "
+            "the key. Grades received so far are kept."
         )
 
-    def _keep(self, row: dict[str, Any]) -> None:
+    def _open_client(self) -> AsyncOpenAI:
+        """Create the API client, with a limited reply size and total request time."""
+        try:
+            import httpx2
+            from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Omit
+        except ImportError as error:
+            raise TorinoError(
+                "The judge needs the package openai, which is not installed. Install it with "
+                'pip install "torino[judge]".'
+            ) from error
+        timeout = self.timeout
+
+        class LimitedClient(DefaultAsyncHttpxClient):
+            """HTTP client that limits the size of a reply and the total time of a request."""
+
+            async def send(self, request: Any, **options: Any) -> Any:
+                try:
+                    async with asyncio.timeout(timeout):
+                        options["stream"] = True
+                        response = await super().send(request, **options)
+                        try:
+                            content = await _read_limited(response)
+                        finally:
+                            await response.aclose()
+                except TimeoutError as error:
+                    raise httpx2.ReadTimeout(f"no complete reply within {timeout:g} s", request=request) from error
+                return httpx2.Response(response.status_code, headers=response.headers, content=content, request=request)
+
+        # the server may not be OpenAI's, so nothing from the environment of the openai package is sent
+        headers: dict[str, Any] = {"OpenAI-Organization": Omit(), "OpenAI-Project": Omit()}
+        return AsyncOpenAI(
+            base_url=self.url,
+            api_key=self.api_key or "none",  # the client requires one
+            timeout=self.timeout,
+            max_retries=self.max_retries,
+            default_headers=headers | {"Accept-Encoding": "identity"},
+            http_client=LimitedClient(follow_redirects=False),
+        )
+
+    def _save(self, row: dict[str, Any]) -> None:
+        """Store a grade; a missing grade is not cached, because the next run may receive one."""
         with self._lock:
-            self._known[row["key"]] = row["grade"]
-            if self.cache is None or row["grade"] is None:  # the next run may get a number
+            self._grades[row["key"]] = row["grade"]
+            if self.cache is None or row["grade"] is None:
                 return
             try:
                 self.cache.parent.mkdir(parents=True, exist_ok=True)
                 with self.cache.open("ab") as file:
-                    if file.tell() and not _ends_whole(self.cache):
-                        file.write(b"\n")  # after a line that a crash cut short
+                    if file.tell() and not _ends_with_newline(self.cache):
+                        file.write(b"\n")  # after a line cut short by a crash
                     file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                     file.flush()
                     os.fsync(file.fileno())
@@ -221,51 +300,72 @@ class Judge:
                 raise BadFile(f"Cannot write {self.cache}: {error.strerror or error}.") from error
 
 
-def grade_in(reply: str) -> float | None:
-    """The grade in a judge's reply: its only number from 0 to 1, or None.
+def parse_grade(reply: str) -> float | None:
+    """Return the grade in a judge's reply: its only number from 0 to 1, or None.
 
     Examples
     --------
-    >>> [grade_in(text) for text in ("0.5", "Correctness: 1.0", "0.3 or 0.4", "7", "good", "10")]
+    >>> [parse_grade(text) for text in ("0.5", "Correctness: 1.0", "0.3 or 0.4", "7", "good", "10")]
     [0.5, 1.0, None, None, None, None]
     """
-    found = {float(text) for text in _NUMBER.findall(reply)}
-    return found.pop() if len(found) == 1 else None
+    numbers = {float(text) for text in _NUMBER.findall(reply)}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
-def graded(grades: dict[str, float | None]) -> Callable[[Sample, str], tuple[float, str | None]]:
-    """A scorer of samples from their grades."""
+def make_rule(grades: Mapping[str, float | None]) -> Callable[[Sample, str], tuple[float, str | None]]:
+    """Return a scoring rule that looks up the grade of each sample."""
 
-    def judge(sample: Sample, text: str) -> tuple[float, str | None]:
+    def rule(sample: Sample, text: str) -> tuple[float, str | None]:
         grade = grades.get(sample.index)
         return (0.0, None) if grade is None else (grade, f"{grade:g}")
 
-    return judge
+    return rule
 
 
-def _content(raw: bytes) -> str:
+async def _read_limited(response: Any) -> bytes:
+    """Read the body of a reply, up to the size limit."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise _ReplyError("its reply is compressed, which was not requested")
+    content = bytearray()
+    async for chunk in response.aiter_raw():
+        content += chunk
+        if len(content) > MAX_REPLY_BYTES:
+            raise _ReplyError(f"its reply is larger than {MAX_REPLY_BYTES:,} bytes")
+    return bytes(content)
+
+
+def _parse_reply(content: bytes) -> str:
+    """Return the text of a chat completion."""
     try:
-        value = cast(dict[str, Any], json.loads(raw))
-        return str(value["choices"][0]["message"]["content"])
+        text = json.loads(content)["choices"][0]["message"]["content"]
+    except (ValueError, RecursionError) as error:
+        raise _ReplyError(f"its reply is not JSON ({type(error).__name__}: {error})") from error
     except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"no choices[0].message.content in it: {error!r}") from error
+        raise _ReplyError(f"its reply has no choices[0].message.content ({error!r})") from error
+    if not isinstance(text, str):
+        raise _ReplyError(f"its reply has a {type(text).__name__} instead of a text as content")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _ReplyError(f"its reply is not valid Unicode ({error.reason})") from error
+    return text
 
 
 def _hash(text: str) -> str:
-    return sha256(text.encode()).hexdigest()[:32]
+    return sha256(text.encode(errors="replace")).hexdigest()[:32]
 
 
-def _ends_whole(path: Path) -> bool:
+def _ends_with_newline(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
 
 
 def _read_grades(path: Path) -> dict[str, float | None]:
-    """The grades in a cache; a line that was cut short is passed over."""
-    known: dict[str, float | None] = {}
+    """Read cached grades; skip lines cut short by a crash."""
+    grades: dict[str, float | None] = {}
     if not path.exists():
-        return known
+        return grades
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -273,7 +373,9 @@ def _read_grades(path: Path) -> dict[str, float | None]:
     for line in lines:
         try:
             row = json.loads(line)
-            known[str(row["key"])] = float(row["grade"])
+            key, grade = str(row["key"]), float(row["grade"])
         except (ValueError, KeyError, TypeError):
             continue
-    return known
+        if 0 <= grade <= 1:
+            grades[key] = grade
+    return grades

@@ -1,7 +1,7 @@
-"""The paper's own tables, as data: what it printed, to be set beside what was measured here.
+"""Load the tables printed in the paper, for comparison with measured results.
 
-Nothing in them was measured with this package. Figures are kept as the texts that were printed, so that their rounding
-is not lost. ``scripts/read_paper.py`` made the files from the LaTeX source.
+Nothing in them was measured with this package. Figures are stored as printed texts, so that their rounding is known.
+``scripts/read_paper.py`` made the files from the LaTeX source.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FOLDER = Path(__file__).parents[1] / "data" / "paper"
 class PaperRow:
     """One row of a table: a method at a tier.
 
-    ``scores`` and ``relative`` are the texts as printed; ``marks`` says which of them the paper set as best or second.
-    ``tokens`` is how many the tier keeps on average, ``latency_ms`` mean and standard deviation where given.
+    ``scores`` and ``relative`` are the printed texts; ``marks`` lists which of them the paper marks as best or second.
+    ``tokens`` is the mean number of tokens of the tier, ``latency_ms`` mean and standard deviation if given.
     """
 
     method: str
@@ -41,7 +41,7 @@ class PaperRow:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One table of the paper; ``baseline`` is its row of all 576 tokens, absent from the ablation without an SAE."""
+    """One table of the paper; ``baseline`` is its row with all 576 tokens, None for the ablation without an SAE."""
 
     name: str
     label: str
@@ -55,54 +55,54 @@ class PaperTable:
     notice: str
 
     def tiers(self) -> dict[int, list[PaperRow]]:
-        """Rows by the tokens kept, most first."""
-        found: dict[int, list[PaperRow]] = {}
+        """Return the rows by number of tokens, largest first."""
+        tiers: dict[int, list[PaperRow]] = {}
         for row in self.rows:
-            found.setdefault(row.tokens, []).append(row)
-        return found
+            tiers.setdefault(row.tokens, []).append(row)
+        return tiers
 
 
 def table_names() -> tuple[str, ...]:
-    """Names of the tables that ship, the main one first."""
+    """Return the names of the tables that ship with torino, the main one first."""
     names = sorted(path.stem for path in FOLDER.glob("*.json"))
     return tuple(sorted(names, key=lambda name: name != "llava-1.5-7b-x64"))
 
 
 @cache
 def paper_table(name: str) -> PaperTable:
-    """One table of the paper."""
+    """Load one table of the paper."""
     if name not in table_names():
         raise unknown_name("table of the paper", name, table_names())
-    read = read_json(FOLDER / f"{name}.json")
-    baseline = _row(read["baseline"], 576) if "baseline" in read else None
+    content = read_json(FOLDER / f"{name}.json")
+    baseline = _parse_row(content["baseline"], 576) if "baseline" in content else None
     return PaperTable(
         name,
-        read["table"],
-        read["caption"],
-        read["model"],
-        read["sae"],
-        read["setting"],
-        read["appendix"],
+        content["table"],
+        content["caption"],
+        content["model"],
+        content["sae"],
+        content["setting"],
+        content["appendix"],
         baseline,
-        tuple(_rows(read)),
-        read["notice"],
+        tuple(_parse_rows(content)),
+        content["notice"],
     )
 
 
 def paper_tables() -> tuple[PaperTable, ...]:
-    """All tables of the paper."""
+    """Load all tables of the paper."""
     return tuple(paper_table(name) for name in table_names())
 
 
-def _rows(read: Mapping[str, Any]) -> Iterator[PaperRow]:
-    for tier in read.get("tiers", []):
+def _parse_rows(content: Mapping[str, Any]) -> Iterator[PaperRow]:
+    for tier in content.get("tiers", []):
         for row in tier["rows"]:
-            yield _row(row, tier["tokens"])
-    for row in read.get("rows", []):
-        yield _row(row, read["tokens"])
+            yield _parse_row(row, tier["tokens"])
+    for row in content.get("rows", []):
+        yield _parse_row(row, content["tokens"])
 
 
-def _row(row: Mapping[str, Any], tokens: int) -> PaperRow:
+def _parse_row(row: Mapping[str, Any], tokens: int) -> PaperRow:
     time = row.get("latency_ms")
     latency = None if time is None else (float(time["mean"]), float(time["sd"]))
     return PaperRow(row["method"], tokens, row.get("scores", {}), row["relative"], row.get("marks", {}), latency)

@@ -1,4 +1,4 @@
-"""Settings: which method, with how many tokens, is asked all the questions of a run."""
+"""Define the settings of a run: which method answers all questions, with which options and budget."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 from torino.core.concepts import RawEmbedding
 from torino.core.errors import BadParameter
 from torino.reducers import Reducer, get, list_reducers, make
+from torino.reducers.base import parse_spec
 
-PAIRS = ((3, 3), (2, 2), (1, 1))
+KD_PAIRS = ((3, 3), (2, 2), (1, 1))
 """The paper's settings of (k, δ), from many tokens to few."""
-FIXED = (192, 128, 64)
+FIXED_BUDGETS = (192, 128, 64)
 """The budgets of the paper's fixed tiers."""
 LABELS = {
     "full": "All tokens",
@@ -39,10 +40,10 @@ LABELS = {
     "scope": "SCOPE",
     "scts": "SCTS",
 }
-PAIRED = ("torino-p", "torino-m")
-"""The paper's own two, which (k, δ) describes."""
+KD_METHODS = ("torino-p", "torino-m")
+"""The paper's two methods, which have the parameters (k, δ)."""
 NO_SAE = "none"
-"""The label that stands for tokens themselves in the place of an SAE."""
+"""The label that stands for raw tokens instead of an SAE."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,24 @@ class Setting:
     Attributes
     ----------
     id : str
-        Names it in a run.
+        Its name in a run.
     method : str
         Its name in the registry; ``full`` for all tokens.
     label : str
         Its name in tables.
     spec : str
-        What :func:`torino.make` reads.
-    sae : str or None
-        Label of the SAE it reads concepts with; ``none`` for the tokens themselves.
+        In the syntax of :func:`torino.make`.
     tier : str
-        ``full``; ``3,3`` and the like where TORINO decides the length, or the method gets the mean of it; a budget.
+        ``full``; a pair such as ``3,3`` for the lengths of dynamic TORINO and methods with the mean of these lengths;
+        a budget; ``own`` for specs without a budget.
+    sae : str or None
+        Label of its SAE; ``none`` for raw tokens; None if the method uses no SAE.
     dynamic : bool
-        Whether each image decides its length.
+        Whether the number of tokens depends on the image.
     budget : int or None
     seed : int or None
     reference : bool
-        Whether the mean length it leaves is the budget of its tier.
+        Whether its mean number of tokens is the budget of its tier.
     """
 
     id: str
@@ -83,13 +85,13 @@ class Setting:
     reference: bool = False
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Setting:
-        """Read one back from JSON."""
-        known = {one.name for one in fields(cls)}
-        return cls(**{name: value for name, value in facts.items() if name in known})
+    def from_dict(cls, values: Mapping[str, Any]) -> Setting:
+        """Create a setting from the values of :meth:`to_dict`; unknown ones are ignored."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
 
-    def facts(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return all values, ready for JSON."""
         return asdict(self)
 
     def reducer(self, saes: Mapping[str, Any]) -> Reducer | None:
@@ -104,62 +106,67 @@ class Setting:
 FULL = Setting("full", "full", LABELS["full"], "", "full")
 
 
-def takes(method: str, parameter: str) -> bool:
-    """Whether a method has this hyperparameter."""
+def has_parameter(method: str, parameter: str) -> bool:
+    """Return whether a method has this hyperparameter."""
     cls = get(method)
-    return is_dataclass(cls) and parameter in {one.name for one in fields(cls)}
+    return is_dataclass(cls) and parameter in {field.name for field in fields(cls)}
 
 
-def default_methods(*, asking: bool = False) -> list[str]:
-    """All methods; those that wait for a question only where something reads it, which most models' towers cannot."""
-    found = [name for name in list_reducers() if not get(name).ablation]
-    return [name for name in found if asking or not get(name).needs & {"joint", "text"}]
+def default_methods(*, text_query: bool = False) -> list[str]:
+    """Return all methods except ablations; those that need the question only with ``text_query``."""
+    methods = [name for name in list_reducers() if not get(name).ablation]
+    return [name for name in methods if text_query or not get(name).needs & {"joint", "text"}]
 
 
-def read_budgets(option: str, text: str) -> list[int]:
-    """Budgets between commas, as an option of a command gives them; ``no`` is none.
+def split_specs(specs: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split specs into those that run at the budget of each tier and those that run as written.
+
+    A spec runs at each tier's budget, like a plain name, unless it gives a budget itself or the method has none.
+    TORINO-P and TORINO-M without a budget do both, as their plain names do. Write ``budget=None`` for a method that
+    should choose its own number of tokens only.
 
     Examples
     --------
-    >>> read_budgets("--tiers", "192, 64"), read_budgets("--tiers", "no")
-    ([192, 64], [])
+    >>> split_specs(['divprune(space="projected")', "tome(budget=64)", "torino-m(k=4, delta=2)"])
+    (['divprune(space="projected")', 'torino-m(k=4, delta=2)'], ['tome(budget=64)', 'torino-m(k=4, delta=2)'])
     """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if words == ["no"]:
-        return []
-    for word in words:
-        if not word.isdecimal() or int(word) < 1:
-            raise BadParameter(f"{option} takes whole numbers of tokens, such as 192,128,64, or 'no', got {word!r}.")
-    return [int(word) for word in words]
+    budgeted: list[str] = []
+    as_written: list[str] = []
+    for spec in specs:
+        method, options = parse_spec(spec)
+        open_budget = "budget" not in options and has_parameter(method, "budget")
+        if open_budget:
+            budgeted.append(spec)
+        if not open_budget or method in KD_METHODS:
+            as_written.append(spec)
+    return budgeted, as_written
 
 
 def dynamic_settings(
-    methods: Sequence[str], saes: Sequence[str], pairs: Sequence[tuple[int, int]] = PAIRS
+    methods: Sequence[str], saes: Sequence[str], pairs: Sequence[tuple[int, int]] = KD_PAIRS
 ) -> list[Setting]:
-    """TORINO at the lengths that images decide; the first of P and M gives its tier the budget.
+    """Return TORINO with image-dependent lengths; the first of P and M is the reference of its tier.
 
-    With several SAEs each has tiers of its own, because each leaves lengths of its own.
+    With several SAEs each has its own tiers, because each gives different lengths.
     """
-    found: list[Setting] = []
+    settings: list[Setting] = []
     for label in saes:
         for k, delta in pairs:
-            first = True
-            for method in PAIRED:
-                if method not in methods:
-                    continue
-                made = Setting(
-                    id=_id(f"{method}({k},{delta})", label),
+            present = [method for method in KD_METHODS if method in methods]
+            settings += [
+                Setting(
+                    id=_make_id(f"{method}({k},{delta})", label),
                     method=method,
                     label=LABELS[method],
                     spec=f"{method}(k={k}, delta={delta})",
                     tier=f"{k},{delta}" if len(saes) == 1 else f"{k},{delta} [{label}]",
                     sae=label,
                     dynamic=True,
-                    reference=first,
+                    reference=method == present[0],
                 )
-                found.append(made)
-                first = False
-    return found
+                for method in present
+            ]
+    return settings
 
 
 def matched_settings(
@@ -169,89 +176,116 @@ def matched_settings(
     saes: Sequence[str],
     seeds: int,
 ) -> list[Setting]:
-    """Every method at the mean length of each dynamic tier; TORINO itself as TORINO_FB, with the tier's (k, δ)."""
-    found: list[Setting] = []
+    """Return every method at the mean length of each dynamic tier; TORINO with the tier's (k, δ) as TORINO_FB.
+
+    Parameters
+    ----------
+    methods : sequence of str
+        Names, or specs without a budget.
+    budgets : mapping of tier to int
+    references : mapping of tier to Setting
+        The setting whose mean length is the budget of the tier.
+    saes : sequence of str
+        Labels of the SAEs.
+    seeds : int
+        Number of runs of methods that draw at random.
+    """
+    settings: list[Setting] = []
     for tier, budget in budgets.items():
         reference = references[tier]
+        _, values = parse_spec(reference.spec)
+        pair = (int(values["k"]), int(values["delta"]))
         for method in methods:
-            hyper = reference.spec.partition("(")[2].removesuffix(")") if method in PAIRED else ""
-            found += _budgeted(method, budget, tier, saes, seeds, hyper=hyper, only=reference.sae)
-    return found
+            settings += _budget_settings(method, budget, tier, saes, seeds, pair, sae=reference.sae)
+    return settings
 
 
 def fixed_settings(
     methods: Sequence[str], budgets: Sequence[int], saes: Sequence[str], seeds: int, pair: tuple[int, int] = (2, 2)
 ) -> list[Setting]:
-    """Every method at fixed budgets."""
+    """Return every method at fixed budgets; ``methods`` are names, or specs without a budget."""
     return [
         setting
         for budget in budgets
         for method in methods
-        for setting in _budgeted(
-            method,
-            budget,
-            str(budget),
-            saes,
-            seeds,
-            hyper="k={}, delta={}".format(*pair) if method in PAIRED else "",
-        )
+        for setting in _budget_settings(method, budget, str(budget), saes, seeds, pair)
     ]
 
 
 def own_settings(specs: Sequence[str], saes: Sequence[str]) -> list[Setting]:
-    """Methods that the user wrote out with their hyperparameters, such as ``prumerge(budget=None)``."""
-    found: list[Setting] = []
+    """Return methods exactly as their specs are written, such as ``prumerge(budget=None)``."""
+    settings: list[Setting] = []
     for spec in specs:
-        method = spec.partition("(")[0].strip()
-        for label in saes if takes(method, "sae") else [None]:
-            made = make(spec, **({} if label is None else {"sae": RawEmbedding()}))
-            budget = getattr(made, "budget", None)
-            found.append(
+        method, _ = parse_spec(spec)
+        for label in saes if has_parameter(method, "sae") else [None]:
+            reducer = make(spec, **({} if label is None else {"sae": RawEmbedding()}))
+            budget = getattr(reducer, "budget", None)
+            settings.append(
                 Setting(
-                    id=_id(made.spec, label if len(saes) > 1 else None),
+                    id=_make_id(reducer.spec, label if len(saes) > 1 else None),
                     method=method,
-                    label=made.spec,  # there may be several of one method
-                    spec=made.spec,
+                    label=reducer.spec,  # a run can have several specs of one method
+                    spec=reducer.spec,
                     tier="own" if budget is None else str(budget),
                     sae=label,
                     dynamic=budget is None,
                     budget=budget,
-                    seed=getattr(made, "seed", None),
+                    seed=getattr(reducer, "seed", None),
                 )
             )
-    return found
+    return settings
 
 
-def _budgeted(
-    method: str, budget: int, tier: str, saes: Sequence[str], seeds: int, *, hyper: str = "", only: str | None = None
+def _budget_settings(
+    spec: str,
+    budget: int,
+    tier: str,
+    saes: Sequence[str],
+    seeds: int,
+    pair: tuple[int, int],
+    *,
+    sae: str | None = None,
 ) -> list[Setting]:
-    if not takes(method, "budget"):
-        raise BadParameter(f"{method} takes no budget, so it has no place in a tier of {budget} tokens. Leave it out.")
-    labels: Sequence[str | None] = [None]
-    if takes(method, "sae"):
-        labels = [only] if only is not None else list(saes)
-    drawn = takes(method, "seed") and method == "random"
+    """Return a method at one budget: for each SAE, or only ``sae``, and for each seed if it draws at random."""
+    method, options = parse_spec(spec)
+    if not has_parameter(method, "budget"):
+        raise BadParameter(f"{method} has no budget, so it cannot run with {budget} tokens. Leave it out.")
+    if "budget" in options:
+        raise BadParameter(f"{spec} already has a budget, so it cannot run with {budget} tokens. Leave its budget out.")
+    shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    name = f"{method}({shown})" if shown else method
+    values: dict[str, Any] = {}
+    if method in KD_METHODS and not options.keys() & {"k", "delta"}:
+        values |= {"k": pair[0], "delta": pair[1]}
+    values |= {**options, "budget": budget}
+    cls = get(method)
+    defaults = {field.name: field.default for field in fields(cls)} if is_dataclass(cls) else {}
+    values |= {name: defaults[name] for name in cls.always_shown if name not in values}
+    matched = "_FB" if method in KD_METHODS and "," in tier else ""
     base = Setting(
         id="",
         method=method,
-        label=LABELS.get(method, method) + ("_FB" if hyper and "," in tier else ""),
+        label=LABELS.get(method, method) + matched + (f"({shown})" if shown else ""),
         spec="",
         tier=tier,
         budget=budget,
     )
-    cls = get(method)
-    plain = {one.name: one.default for one in fields(cls)} if is_dataclass(cls) else {}
-    told = [f"{name}={plain[name]!r}" for name in cls.always_shown if f"{name}=" not in hyper]
-    found: list[Setting] = []
+    labels: Sequence[str | None] = [None]
+    if has_parameter(method, "sae"):
+        labels = [sae] if sae is not None else list(saes)
+    random = method == "random" and "seed" not in options
+    settings: list[Setting] = []
     for label in labels:
-        for seed in range(seeds) if drawn else [None]:
-            given = [hyper] if hyper else []
-            given += [f"budget={budget}", *told] + ([f"seed={seed}"] if seed is not None else [])
-            spec = f"{method}({', '.join(given)})"
-            name = _id(f"{method}@{tier}" + (f"#{seed}" if seed is not None else ""), label if len(saes) > 1 else None)
-            found.append(replace(base, id=name, spec=spec, sae=label, seed=seed))
-    return found
+        for seed in range(seeds) if random else [options.get("seed")]:
+            given = values | ({"seed": seed} if random else {})
+            written = f"{method}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+            if options:  # check them now, before a model is loaded
+                make(written, **({} if label is None else {"sae": RawEmbedding()}))
+            number = f"#{seed}" if random else ""
+            key = _make_id(f"{name}@{tier}{number}", label if len(saes) > 1 else None)
+            settings.append(replace(base, id=key, spec=written, sae=label, seed=seed))
+    return settings
 
 
-def _id(name: str, sae: str | None) -> str:
+def _make_id(name: str, sae: str | None) -> str:
     return name if sae is None else f"{name}[{sae}]"

@@ -1,4 +1,4 @@
-"""Results: a run as it lies on disk, and what can be said of it."""
+"""Open a run folder: its settings, answers and scores."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Run:
     Attributes
     ----------
     folder : Path
-    facts : dict
-        What ``run.json`` says: model, tasks, versions, hardware, arguments.
+    metadata : dict
+        Contents of ``run.json``: model, tasks, versions, hardware, arguments.
     settings : dict of id to Setting
-        All that were planned so far, baseline first.
+        All settings planned so far, baseline first.
     left_out : list of str
-        Tasks that it has answers of, and that are not looked at.
+        Tasks with answers that are not considered.
     """
 
     folder: Path
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     settings: dict[str, Setting]
     left_out: list[str] = field(default_factory=list[str])
     _rows: list[dict[str, Any]] | None = field(default=None, repr=False)
@@ -46,59 +46,59 @@ class Run:
     @property
     def tasks(self) -> list[str]:
         """Names of the tasks, in order."""
-        return [str(task["task"]) for task in self.facts["tasks"]]
+        return [str(task["task"]) for task in self.metadata["tasks"]]
 
-    def only(self, tasks: Sequence[str]) -> Run:
-        """The same run with some of its tasks, in its own order; on disk nothing changes."""
+    def select(self, tasks: Sequence[str]) -> Run:
+        """Return the run restricted to some of its tasks; the folder does not change."""
         for name in tasks:
             if name not in self.tasks:
-                raise BadParameter(f"This run has no task {name!r}. It has {', '.join(self.tasks)}.")
+                raise BadParameter(f"The run has no task {name!r}. It has {', '.join(self.tasks)}.")
         if not tasks:
-            raise BadParameter(f"Name at least one task of {', '.join(self.tasks)}.")
-        facts = {**self.facts, "tasks": [task for task in self.facts["tasks"] if task["task"] in tasks]}
+            raise BadParameter(f"Name at least one task: {', '.join(self.tasks)}.")
+        metadata = {**self.metadata, "tasks": [task for task in self.metadata["tasks"] if task["task"] in tasks]}
         rows = [row for row in self.rows() if row["task"] in tasks]
-        return Run(self.folder, facts, self.settings, [name for name in self.tasks if name not in tasks], rows)
+        return Run(self.folder, metadata, self.settings, [name for name in self.tasks if name not in tasks], rows)
 
-    def files(self) -> list[Path]:
-        """The files of answers, one for each part of the work."""
+    def answer_files(self) -> list[Path]:
+        """Return the files of answers, one per shard."""
         return sorted((self.folder / ANSWERS).glob("*.jsonl"))
 
     def rows(self, task: str | None = None, setting: str | None = None) -> Iterator[dict[str, Any]]:
-        """Answers, each once: of several to one question an answer goes before an error, and the last before others."""
+        """Yield one row per question and setting: the last answer, or the last error if there is no answer."""
         if self._rows is None:
-            found: dict[tuple[str, str, str], dict[str, Any]] = {}
-            for row in read_records(self.files()):
+            latest: dict[tuple[str, str, str], dict[str, Any]] = {}
+            for row in read_records(self.answer_files()):
                 key = (str(row.get("task")), str(row.get("setting")), str(row.get("index")))
-                if key not in found or "error" not in row or "error" in found[key]:
-                    found[key] = row
-            self._rows = list(found.values())
+                if key not in latest or "error" not in row or "error" in latest[key]:
+                    latest[key] = row
+            self._rows = list(latest.values())
         for row in self._rows:
             if (task is None or row["task"] == task) and (setting is None or row["setting"] == setting):
                 yield row
 
-    def tokens(self, task: str, setting: str) -> NDArray[np.int64]:
-        """Visual tokens that each image of a task kept, one number an image."""
+    def token_counts(self, task: str, setting: str) -> NDArray[np.int64]:
+        """Return the number of visual tokens kept for each image of a task."""
         by_image = {row["image"]: int(row["tokens"]) for row in self.rows(task, setting) if "error" not in row}
         return np.array(list(by_image.values()), dtype=np.int64)
 
     def open_tasks(self, data: str | Path | None = None) -> dict[str, Task]:
-        """Open the tasks again; a file that has changed since is an error."""
+        """Open the tasks again; raise if a file has changed since the run."""
         opened: dict[str, Task] = {}
-        for facts in self.facts["tasks"]:
-            place = Path(str(facts["path"]))
-            source = place if data is None and place.is_file() else str(facts["file"])
-            task = open_task(source, data, kind=facts["kind"], prompts=facts["prompts"])
-            if task.fingerprint != facts["fingerprint"]:
+        for entry in self.metadata["tasks"]:
+            path = Path(str(entry["path"]))
+            source = path if data is None and path.is_file() else str(entry["file"])
+            task = open_task(source, data, kind=entry["kind"], prompts=entry["prompts"])
+            if task.fingerprint != entry["fingerprint"]:
                 raise BadFile(
-                    f"{task.source} is not the file that this run was made with: its fingerprint is "
-                    f"{task.fingerprint}, and was {facts['fingerprint']}. Find the old file, or evaluate again."
+                    f"{task.source} is not the file of this run: its fingerprint is {task.fingerprint}, expected "
+                    f"{entry['fingerprint']}. Restore the original file, or evaluate again."
                 )
-            limit = self.facts.get("limit")
-            opened[str(facts["task"])] = task if limit is None else task.take(int(limit), seed=0)
+            limit = self.metadata.get("limit")
+            opened[str(entry["task"])] = task if limit is None else task.take(int(limit), seed=0)
         return opened
 
     def scores(self, data: str | Path | None = None, judge: Grader | None = None) -> dict[str, dict[str, Score]]:
-        """Score every task under every setting that has answers: task, then setting."""
+        """Score every task under every setting with answers; the result maps task to setting to score."""
         scored: dict[str, dict[str, Score]] = {}
         grouped: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         for row in self.rows():
@@ -116,13 +116,13 @@ def open_run(folder: str | Path) -> Run:
     """Open a run folder."""
     folder = Path(folder).expanduser()
     if not (folder / RUN).is_file():
-        raise BadFile(f"{folder} is no run: it has no {RUN}. Give a folder that torino eval has written.")
-    facts = read_json(folder / RUN)
-    if facts.get("format") != FORMAT:
-        raise BadFile(f"{folder / RUN} is of format {facts.get('format')!r}, and this torino reads {FORMAT!r}.")
-    listed = list(cast(list[dict[str, Any]], facts["settings"]))
+        raise BadFile(f"{folder} is not a run: it has no {RUN}. Give a folder written by torino eval.")
+    metadata = read_json(folder / RUN)
+    if metadata.get("format") != FORMAT:
+        raise BadFile(f"{folder / RUN} has the format {metadata.get('format')!r}; this torino reads {FORMAT!r}.")
+    entries = list(cast(list[dict[str, Any]], metadata["settings"]))
     later = folder / SETTINGS
     if later.is_file():
-        listed += cast(list[dict[str, Any]], read_json(later)["settings"])
-    settings = {setting.id: setting for setting in map(Setting.of, listed)}
-    return Run(folder, facts, settings)
+        entries += cast(list[dict[str, Any]], read_json(later)["settings"])
+    settings = {setting.id: setting for setting in map(Setting.from_dict, entries)}
+    return Run(folder, metadata, settings)

@@ -1,98 +1,91 @@
-"""Running: the paper's protocol over tasks and methods, answer by answer, so that it can stop and go on anywhere."""
+"""Run the paper's protocol over tasks and methods; a stopped run resumes from its recorded answers."""
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 from torino.core.concepts import CachedEncoder
 from torino.core.errors import BadParameter, TorinoError
 from torino.core.io import read_json, write_json
-from torino.datasets.images import Padding
-from torino.evaluation import protocol as settings_
-from torino.evaluation.engine import BATCHING, Asked, Engine, OnError
-from torino.evaluation.examples import ExampleWriter, place_of
+from torino.evaluation import protocol
+from torino.evaluation.engine import BATCHING, Engine, EngineAnswer, OnError, QuestionToAsk
+from torino.evaluation.examples import ExampleWriter, example_dir
 from torino.evaluation.protocol import FULL, Setting
 from torino.evaluation.records import AnswerLog, read_records
-from torino.evaluation.results import ANSWERS, FORMAT, PROBLEMS, RUN, SETTINGS, Run, open_run
+from torino.evaluation.results import ANSWERS, PROBLEMS, SETTINGS, Run, open_run
+from torino.evaluation.run_file import describe_run, new_settings, open_run_file
 from torino.evaluation.samples import Sample
 from torino.evaluation.tasks import Task
-from torino.version import __version__
-from torino.vlm.adapters.base import Positions
-from torino.vlm.text_query import ClipText
+from torino.vlm.session import VLM
 
-SHORT, LONG = 32, 256
-"""Longest answer of a task, in tokens: of those with short answers, and of those whose answers a judge grades."""
-Key = tuple[str, str]
-"""Task and index of a sample."""
+Key = tuple[str, str, str]
+"""Task, index of a sample, and setting."""
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is to be run.
+    """The settings of a run.
 
     Attributes
     ----------
     methods : sequence of str
-        Names of the registry.
+        Names of registered methods.
     specs : sequence of str
-        Methods with hyperparameters of one's own, run besides.
+        Methods with their own options, such as ``divprune(space="projected")``, at the budgets of the tiers unless
+        they give one, see :func:`torino.evaluation.protocol.split_specs`.
     dynamic : sequence of (int, int)
         Pairs (k, δ) of dynamic TORINO; each makes a tier in which all methods get its mean length.
     fixed : sequence of int
         Budgets of the other tiers.
     seeds : int
-        How often methods that draw at random are run.
+        Number of runs of methods that draw at random.
     matched : bool
-        Whether methods get the mean lengths of dynamic TORINO too, or it is alone in its tiers.
+        Whether all methods run in the dynamic tiers, or TORINO alone.
     """
 
     methods: Sequence[str]
     specs: Sequence[str] = ()
-    dynamic: Sequence[tuple[int, int]] = settings_.PAIRS
-    fixed: Sequence[int] = settings_.FIXED
+    dynamic: Sequence[tuple[int, int]] = protocol.KD_PAIRS
+    fixed: Sequence[int] = protocol.FIXED_BUDGETS
     seeds: int = 3
     matched: bool = True
 
     def first(self, saes: Sequence[str]) -> list[Setting]:
-        """What can run at once: all tokens, dynamic TORINO, the fixed tiers, and what the user wrote out."""
+        """Return the settings that need no other result: all tokens, dynamic TORINO, fixed tiers and specs."""
         if self.dynamic and not any(name in self.methods for name in ("torino-p", "torino-m")):
             raise BadParameter(
                 "The dynamic tiers take their budgets from TORINO, and neither torino-p nor torino-m is among the "
                 "methods. Add one, or run the fixed tiers alone."
             )
-        idle = [name for name in self.methods if name not in settings_.PAIRED]
+        budgeted, as_written = protocol.split_specs(self.specs)
+        idle = [name for name in self.methods if name not in protocol.KD_METHODS]
+        idle += [spec for spec in budgeted if spec not in as_written]
         if idle and self.dynamic and not self.matched and not self.fixed:
             raise BadParameter(
-                f"{idle[0]} has no tier to run in: TORINO is to be alone in the dynamic ones, and there are no fixed "
+                f"{idle[0]} has no tier to run in: TORINO runs alone in the dynamic tiers, and there are no fixed "
                 "ones. Leave it out, or give fixed tiers."
             )
-        found = [FULL, *settings_.dynamic_settings(self.methods, saes, self.dynamic)]
-        found += settings_.fixed_settings(self.methods, self.fixed, saes, self.seeds)
-        return [*found, *settings_.own_settings(self.specs, saes)]
+        settings = [FULL, *protocol.dynamic_settings(self.methods, saes, self.dynamic)]
+        settings += protocol.fixed_settings([*self.methods, *budgeted], self.fixed, saes, self.seeds)
+        return [*settings, *protocol.own_settings(as_written, saes)]
 
     def second(self, saes: Sequence[str], run: Run) -> list[Setting]:
-        """What waits for the mean lengths of dynamic TORINO; a tier that has methods already stays at its length."""
-        references = {one.tier: one for one in run.settings.values() if one.reference}
-        held = {one.tier: one.budget for one in run.settings.values() if one.budget is not None}
-        budgets = {tier: held.get(tier) or mean_length(run, one.id) for tier, one in references.items()}
-        return settings_.matched_settings(self.methods, budgets, references, saes, self.seeds)
+        """Return the settings at the mean lengths of dynamic TORINO; a tier with answers keeps its length."""
+        references = {setting.tier: setting for setting in run.settings.values() if setting.reference}
+        known = {setting.tier: setting.budget for setting in run.settings.values() if setting.budget is not None}
+        budgets = {tier: known.get(tier) or mean_length(run, setting.id) for tier, setting in references.items()}
+        methods = [*self.methods, *protocol.split_specs(self.specs)[0]]
+        return protocol.matched_settings(methods, budgets, references, saes, self.seeds)
 
 
 def mean_length(run: Run, setting: str) -> int:
-    """Mean count of visual tokens over the images of each task, then over tasks, rounded."""
-    means = [float(counts.mean()) for task in run.tasks if len(counts := run.tokens(task, setting))]
+    """Return the mean number of visual tokens over the images of each task, then over tasks, rounded."""
+    means = [float(counts.mean()) for task in run.tasks if len(counts := run.token_counts(task, setting))]
     if not means:
         raise TorinoError(
             f"{setting} answered no question, so its tier has no budget. See {run.folder / PROBLEMS} for the reasons."
@@ -103,120 +96,88 @@ def mean_length(run: Run, setting: str) -> int:
 def evaluate(
     folder: str | Path,
     *,
-    model: nn.Module,
-    processor: Any,
+    vlm: VLM,
     tasks: Sequence[Task],
     plan: RunPlan,
     saes: Mapping[str, Any],
     name: str = "",
-    padding: Padding = "crop",
-    positions: Positions = "own",
-    mass: bool | None = None,
     batch: int = 8,
     limit: int | None = None,
     lengths: Mapping[str, int] | None = None,
     shard: tuple[int, int] = (0, 1),
     on_error: OnError = "skip",
     retry: bool = False,
-    asking: ClipText | None = None,
-    keep: int = 0,
+    save_images: int = 0,
     arguments: Mapping[str, Any] | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Run:
-    """Ask every question under every setting, and keep all answers.
+    """Ask every question under every setting and record all answers.
 
-    Begun again with the same arguments, a run goes on where it was stopped, however it was stopped; with further
-    methods or tiers it takes them in, and what is answered stays. Several processes share the work when each is given
-    its ``shard``; pictures belong to one of them.
+    A run started again with the same arguments continues where it stopped. Further methods or tiers are added to it;
+    recorded answers stay. Several processes share the work when each gets its ``shard``; an image belongs to one of
+    them.
 
     Parameters
     ----------
     folder : path
-        Of the run; new, or begun earlier.
-    model, processor, name
-        As :func:`torino.vlm.session.load_vlm` gives them, and what the model is called.
+        Folder of the run, new or started earlier.
+    vlm : VLM
+        The model with its host options (padding, positions, attention, text query).
     tasks : sequence of Task
         Already cut to ``limit`` questions, if that is given.
     plan : RunPlan
     saes : mapping of label to SAE
         ``none`` stands for no SAE and needs no entry.
-    padding, positions, mass, batch, on_error, asking
+    name : str
+        Name of the model.
+    batch, on_error
         See :class:`Engine`.
     lengths : mapping, optional
         Longest answer by task, in tokens.
     shard : (int, int)
-        Which part of the work this process does, from 0, and of how many.
+        Part of the work that this process does, counted from 0, and the number of parts.
     retry : bool
-        Whether what failed earlier is asked again; else a failure stands for its answer.
-    keep : int
-        Pictures of each task that are kept with their Reductions, for figures.
+        Retry failed samples, for example after running out of memory.
+    save_images : int
+        Images of each task that are saved with their reductions, for figures.
     arguments : mapping, optional
-        What the user gave, for ``run.json``.
+        The user's arguments, for ``run.json``.
     progress : callable, optional
-        Called with a phase, the number of answers there are in it and that there will be.
-
-    Returns
-    -------
-    Run
+        Called with a phase, the number of its answers so far, and the number there will be.
     """
     folder = Path(folder).expanduser()
     part, parts = shard
     if not 0 <= part < parts:
         raise BadParameter(f"shard must be i of n with i from 0 to n - 1, got {part} of {parts}.")
-    called = [task.name for task in tasks]
-    twice = sorted({name for name in called if called.count(name) > 1})
-    if twice:
+    names = [task.name for task in tasks]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
         raise BadParameter(
-            f"Two tasks are called {twice[0]}, and their answers could not be told apart. Name each file once, or "
+            f"Two tasks are called {repeated[0]}, so their answers could not be told apart. Give each file once, or "
             "rename one of them."
         )
     labels = list(saes)
     first = plan.first(labels)
-    facts = {
-        "format": FORMAT,
-        "torino": __version__,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": name or str(getattr(model.config, "_name_or_path", "")),
-        "family": str(getattr(model.config, "model_type", "")),
-        "padding": padding,
-        "positions": positions,
-        "mass": mass,
-        "batch": batch,
-        "batching": BATCHING,
-        "limit": limit,
-        "matched": plan.matched,
-        "versions": _versions(),
-        "hardware": _hardware(),
-        "saes": {label: _about(sae) for label, sae in saes.items()},
-        "tasks": [
-            task.facts()
-            | {
-                "kind": task.kind,
-                "path": str(task.source.resolve()),  # the report may be made elsewhere
-                "max_new_tokens": _length(task, lengths),
-            }
-            for task in tasks
-        ],
-        "settings": [setting.facts() for setting in first],
-        "arguments": dict(arguments or {}),
-    }
-    _begin(folder, facts)
-    worker = _Worker(folder, model, processor, tasks, saes, facts, part, parts, on_error, retry, asking, keep, progress)
-    worker.phase("first answers", first)
+    facts = describe_run(vlm, name, tasks, saes, first, lengths)
+    facts |= {"batch": batch, "batching": BATCHING, "limit": limit, "matched": plan.matched}
+    facts["arguments"] = dict(arguments or {})
+    open_run_file(folder, facts)
+    worker = _Worker(folder, vlm, tasks, saes, facts, (part, parts), on_error, retry, save_images, progress)
+    worker.run_phase("first answers", first)
     if plan.dynamic and plan.matched:
         later = folder / SETTINGS
-        waiting = 0 if later.is_file() else worker.missing(first)
-        if waiting:
+        missing = 0 if later.is_file() else worker.count_missing(first)
+        if missing:
             raise TorinoError(
-                f"This part of the work is done, and the mean lengths wait for {waiting:,} answers of other parts. "
-                "Run the same command again when they are there."
+                f"This part of the work is done. The mean lengths need {missing:,} answers of other parts: run the "
+                "same command again when they are there."
             )
         second = plan.second(labels, open_run(folder))
-        held = read_json(later)["settings"] if later.is_file() else []
-        added = _added(folder, held, [setting.facts() for setting in second])
+        known = read_json(later)["settings"] if later.is_file() else []
+        added = new_settings(folder, known, [setting.to_dict() for setting in second])
         if added:
-            write_json(later, {"settings": [*held, *added]})
-        worker.phase("matched lengths", second)
+            write_json(later, {"settings": [*known, *added]})
+        worker.run_phase("matched lengths", second)
     return open_run(folder)
 
 
@@ -226,211 +187,114 @@ class _Worker:
     def __init__(
         self,
         folder: Path,
-        model: nn.Module,
-        processor: Any,
+        vlm: VLM,
         tasks: Sequence[Task],
         saes: Mapping[str, Any],
         facts: Mapping[str, Any],
-        part: int,
-        parts: int,
+        shard: tuple[int, int],
         on_error: OnError,
         retry: bool,
-        asking: ClipText | None,
-        keep: int,
-        progress: Callable[[str, int, int], None] | None,
+        save_images: int,
+        progress: Progress | None,
     ) -> None:
-        self.folder, self.model, self.processor, self.tasks, self.saes = folder, model, processor, tasks, saes
-        self.facts, self.part, self.parts = facts, part, parts
+        self.folder, self.vlm, self.tasks, self.saes, self.facts = folder, vlm, tasks, saes, facts
+        self.part, self.parts = shard
         self.on_error: OnError = on_error
-        self.retry, self.asking, self.progress = retry, asking, progress
-        self.kept = {group[1][0].image.key for task in tasks for group in list(_pictures(task))[:keep]}
+        self.retry, self.progress = retry, progress
+        self.saved = {group[1][0].image.key for task in tasks for group in list(_by_image(task))[:save_images]}
         self.lengths = {str(task["task"]): int(task["max_new_tokens"]) for task in facts["tasks"]}
 
-    def phase(self, name: str, settings: Sequence[Setting]) -> None:
-        """Ask what is not answered yet, picture by picture."""
-        records = AnswerLog(self.folder / ANSWERS / f"{self.part + 1}of{self.parts}.jsonl")
-        problems = AnswerLog(self.folder / PROBLEMS / f"{self.part + 1}of{self.parts}.jsonl")
+    def run_phase(self, name: str, settings: Sequence[Setting]) -> None:
+        """Ask everything that is not answered yet, image by image."""
+        file = f"{self.part + 1}of{self.parts}.jsonl"
+        log, problems = AnswerLog(self.folder / ANSWERS / file), AnswerLog(self.folder / PROBLEMS / file)
         try:
             done = self._done(failures=not self.retry)
             ids = {setting.id for setting in settings}
-            groups = [group for task in self.tasks for group in _pictures(task) if self._mine(group[1][0])]
+            groups = [group for task in self.tasks for group in _by_image(task) if self._is_mine(group[1][0])]
             total = sum(len(samples) for _, samples in groups) * len(ids)
-            here = {(task.name, sample.index) for task, samples in groups for sample in samples}
-            count = sum(key[:2] in here for key in done if key[2] in ids)
-            self._tell(name, count, total)
+            mine = {(task.name, sample.index) for task, samples in groups for sample in samples}
+            count = sum(key[:2] in mine for key in done if key[2] in ids)
+            self._report(name, count, total)
             if count == total:
                 return
-            remembering = {label: CachedEncoder(sae) for label, sae in self.saes.items()}
-            engine = Engine(
-                self.model,
-                self.processor,
-                {setting.id: setting.reducer(remembering) for setting in settings},
-                padding=self.facts["padding"],
-                positions=self.facts["positions"],
-                mass=self.facts["mass"],
-                batch=int(self.facts["batch"]),
-                tiers={setting.id: setting.tier.partition(" ")[0] for setting in settings},  # of all SAEs together
-                on_error=self.on_error,
-                asking=self.asking,
-            )
+            engine = self._engine(settings)
             for task, samples in groups:
-                asked = [Asked((task.name, one.index), task.prompt(one), self.lengths[task.name]) for one in samples]
-                missing = [q for q in asked if any((*q.key, one) not in done for one in ids)]
-                if not missing:
-                    continue
-                key = samples[0].images[0].key
-                pictures = self._read(samples[0], missing, ids, done, key, records, problems)
-                if pictures is None:
-                    count += sum((*q.key, one) not in done for q in missing for one in ids)
-                    self._tell(name, count, total)
-                    continue
-                keeper = ExampleWriter(place_of(self.folder, key)) if key in self.kept else None
-                for answers in engine.answers(pictures, asked, lambda q, one: (*q, one) not in done, keeper):
-                    rows = [_row(answer, key) for answer in answers]
-                    records.add(rows)
+                for rows in self._answer_image(engine, task, samples, ids, done):
+                    log.add(rows)
                     problems.add([row for row in rows if "error" in row])
                     done.update((row["task"], row["index"], row["setting"]) for row in rows)
                     count += len(rows)
-                    self._tell(name, count, total)
+                    self._report(name, count, total)
         finally:
-            records.close()
+            log.close()
             problems.close()
 
-    def missing(self, settings: Sequence[Setting]) -> int:
-        """Answers that are not there yet, in all parts of the work."""
+    def _engine(self, settings: Sequence[Setting]) -> Engine:
+        cached = {label: CachedEncoder(sae) for label, sae in self.saes.items()}
+        return Engine(
+            self.vlm,
+            {setting.id: setting.reducer(cached) for setting in settings},
+            batch=int(self.facts["batch"]),
+            tiers={setting.id: setting.tier.partition(" ")[0] for setting in settings},  # of all SAEs together
+            on_error=self.on_error,
+        )
+
+    def _answer_image(
+        self, engine: Engine, task: Task, samples: Sequence[Sample], ids: set[str], done: set[Key]
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Yield the rows of the missing answers about one image, batch by batch."""
+        length, key = self.lengths[task.name], samples[0].images[0].key
+        questions = [QuestionToAsk((task.name, sample.index), task.prompt(sample), length) for sample in samples]
+        missing = [(*q.key, setting) for q in questions for setting in sorted(ids) if (*q.key, setting) not in done]
+        if not missing:
+            return
+        try:
+            images = [source.read() for source in samples[0].images]
+        except TorinoError as error:
+            if self.on_error == "stop":
+                raise
+            yield [
+                {"task": task_name, "index": index, "setting": setting, "image": key, "error": f"BadFile: {error}"}
+                for task_name, index, setting in missing
+            ]
+            return
+        writer = ExampleWriter(example_dir(self.folder, key)) if key in self.saved else None
+        for answers in engine.answers(images, questions, lambda q, setting: (*q, setting) not in done, writer):
+            yield [_row(answer, key) for answer in answers]
+
+    def count_missing(self, settings: Sequence[Setting]) -> int:
+        """Return how many answers are missing, over all parts of the work."""
         done = self._done()
-        wanted = ((task.name, one.index, setting.id) for task in self.tasks for one in task for setting in settings)
+        wanted = ((task.name, sample.index, s.id) for task in self.tasks for sample in task for s in settings)
         return sum(key not in done for key in wanted)
 
-    def _done(self, failures: bool = True) -> set[tuple[str, str, str]]:
+    def _done(self, failures: bool = True) -> set[Key]:
         files = sorted((self.folder / ANSWERS).glob("*.jsonl"))
         rows = (row for row in read_records(files) if failures or "error" not in row)
         return {(str(row["task"]), str(row["index"]), str(row["setting"])) for row in rows}
 
-    def _mine(self, sample: Sample) -> bool:
+    def _is_mine(self, sample: Sample) -> bool:
         return int.from_bytes(blake2b(sample.images[0].key.encode(), digest_size=8).digest()) % self.parts == self.part
 
-    def _read(
-        self,
-        sample: Sample,
-        missing: Sequence[Asked],
-        ids: set[str],
-        done: set[tuple[str, str, str]],
-        key: str,
-        records: AnswerLog,
-        problems: AnswerLog,
-    ) -> list[bytes] | None:
-        """The picture files; where one cannot be read, that is the answer to all questions about it."""
-        try:
-            return [place.read() for place in sample.images]
-        except TorinoError as error:
-            if self.on_error == "stop":
-                raise
-            rows = [
-                {"task": q.key[0], "index": q.key[1], "setting": one, "image": key, "error": f"BadFile: {error}"}
-                for q in missing
-                for one in sorted(ids)
-                if (*q.key, one) not in done
-            ]
-            records.add(rows)
-            problems.add(rows[:1])
-            return None
-
-    def _tell(self, name: str, count: int, total: int) -> None:
+    def _report(self, name: str, count: int, total: int) -> None:
         if self.progress is not None:
             self.progress(name, count, total)
 
 
-def _pictures(task: Task) -> Iterator[tuple[Task, list[Sample]]]:
-    """Samples of a task that are about the same picture, in order of its first appearance."""
+def _by_image(task: Task) -> Iterator[tuple[Task, list[Sample]]]:
+    """Group the samples of a task by image, in order of first appearance."""
     groups: dict[tuple[str, ...], list[Sample]] = {}
     for sample in task:
-        groups.setdefault(tuple(place.key for place in sample.images), []).append(sample)
+        groups.setdefault(tuple(source.key for source in sample.images), []).append(sample)
     for samples in groups.values():
         yield task, samples
 
 
-def _row(answer: Any, image: str) -> dict[str, Any]:
+def _row(answer: EngineAnswer, image: str) -> dict[str, Any]:
     task, index = answer.key
     row: dict[str, Any] = {"task": task, "index": index, "setting": answer.setting, "image": image}
     if answer.error:
         return row | {"error": answer.error}
     seconds = {name: round(value, 6) for name, value in answer.seconds.items()}
-    return row | {
-        "prediction": answer.text,
-        "tokens": answer.tokens,
-        "before": answer.before,
-        "seconds": seconds,
-    }
-
-
-def _begin(folder: Path, facts: dict[str, Any]) -> None:
-    """Write what the run is, or see that it is the one begun earlier."""
-    file = folder / RUN
-    if not file.is_file():
-        # another part of the work may just be writing this file, or a crash have left half of it
-        strange = folder.is_dir() and any(
-            one.name != RUN and not one.name.startswith(f".{RUN}.") for one in folder.iterdir()
-        )
-        if strange and not (folder / ANSWERS).is_dir():
-            raise BadParameter(f"{folder} holds other things. Give a new or empty folder for the run.")
-        write_json(file, facts)
-        return
-    held = read_json(file)
-    held.setdefault("mass", False)  # which earlier runs do not say
-    for name in ("format", "model", "family", "padding", "positions", "mass", "batch", "batching", "limit", "saes"):
-        if held.get(name) != facts[name]:
-            raise BadParameter(
-                f"The run in {folder} was begun with {name} {held.get(name)!r}, and now it is {facts[name]!r}. "
-                "Give the same again to go on, or another folder for another run."
-            )
-    old = [(one["task"], one["fingerprint"], one["prompts"], one["max_new_tokens"]) for one in held["tasks"]]
-    new = [(one["task"], one["fingerprint"], one["prompts"], one["max_new_tokens"]) for one in facts["tasks"]]
-    if old != new:
-        raise BadParameter(
-            f"The run in {folder} was begun with other tasks or other data ({', '.join(one[0] for one in old)}). Give "
-            "the same again to go on, or another folder for another run."
-        )
-    added = _added(folder, held["settings"], facts["settings"])
-    if added or (facts["matched"] and not held.get("matched", True)):
-        held["matched"] = facts["matched"] or held.get("matched", True)
-        held["settings"] = [*held["settings"], *added]
-        held.setdefault("added", []).append({name: facts[name] for name in ("created", "torino", "arguments")})
-        write_json(file, held)
-
-
-def _added(folder: Path, held: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Settings that a run does not have yet; one that it has under another spec is an error."""
-    was = {one["id"]: one["spec"] for one in held}
-    for one in wanted:
-        if was.get(one["id"], one["spec"]) != one["spec"]:
-            raise BadParameter(
-                f"In the run in {folder}, {one['id']} is {was[one['id']]}, and now it would be {one['spec']}. Answers "
-                "of the two must not be mixed: give another folder for another run."
-            )
-    return [one for one in wanted if one["id"] not in was]
-
-
-def _length(task: Task, lengths: Mapping[str, int] | None) -> int:
-    return (lengths or {}).get(task.name, LONG if task.kind == "judge" else SHORT)
-
-
-def _about(sae: Any) -> dict[str, Any]:
-    card = getattr(sae, "card", None)
-    told = {"latents": getattr(sae, "latents", None), "kind": getattr(sae, "kind", None)}
-    return told | {"name": getattr(card, "name", ""), "token_kind": getattr(card, "token_kind", "")}
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _hardware() -> dict[str, Any]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"machine": platform.machine(), "system": sys.platform, "cores": os.cpu_count(), "gpu": gpu}
+    return row | {"prediction": answer.text, "tokens": answer.tokens, "before": answer.before, "seconds": seconds}

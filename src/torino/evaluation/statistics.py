@@ -1,9 +1,10 @@
-"""How sure a score is: intervals by drawing questions anew, and whether two methods differ.
+"""Compute confidence intervals by bootstrap, and compare methods.
 
-The bootstrap draws groups of samples that are judged together (a question with its rotations, an image with its two
-questions) with replacement and scores each draw. Groups with equal sums are alike to every score, so how often each
-*kind* of group is drawn is all that matters, and that is one multinomial draw: exact, and far cheaper than drawing
-groups one by one. Methods are compared on the same draws.
+The bootstrap resamples groups of samples that are scored together (a question with its rotations, an image with its
+two questions) with replacement, and scores each resample. Groups with equal sums are interchangeable for every score,
+so only the number of draws of each distinct row of sums matters, which is one multinomial draw. This is exact and far
+cheaper than drawing groups one by one, which is why ``scipy.stats.bootstrap`` is not used. Methods are compared on the
+same resamples.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torino.evaluation.scoring import Floats, Score, ScoreStats
 
 DRAWS = 10_000
 LEVEL = 0.95
-_MOST = 4_000_000  # numbers drawn at a time
+_MAX_NUMBERS = 4_000_000  # random numbers drawn at a time
 
 Scored = Score | ScoreStats
 Scores = Mapping[str, Scored]
@@ -28,7 +29,7 @@ Scores = Mapping[str, Scored]
 
 @dataclass(frozen=True)
 class Interval:
-    """A score and the interval that holds ``level`` of the draws, from percentile to percentile."""
+    """A score and its percentile interval, which contains the share ``level`` of the resamples."""
 
     value: float
     low: float
@@ -41,9 +42,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """The first score minus the second, its interval, and how likely so large a one is if the two were alike.
+    """The first score minus the second, its interval, and its p-value.
 
-    ``p`` is two-sided, from exchanging the two methods' answers at random, question by question.
+    ``p`` is the two-sided p-value of a paired permutation test: the answers of the two methods are exchanged at
+    random, question by question.
     """
 
     p: float = math.nan
@@ -53,8 +55,8 @@ class Difference(Interval):
 
 
 @dataclass(frozen=True)
-class OverSeeds(Interval):
-    """The mean over the seeds of a random method; the interval is over both questions and seeds.
+class SeedInterval(Interval):
+    """The mean over the seeds of a random method; the interval covers both questions and seeds.
 
     ``sd`` is the standard deviation between seeds (n − 1), NaN for one seed.
     """
@@ -66,37 +68,41 @@ class OverSeeds(Interval):
         return f"{self.value:.2f} ± {self.sd:.2f} over {len(self.values)} seeds [{self.low:.2f}, {self.high:.2f}]"
 
 
-def interval(score: Scored, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0) -> Interval:
-    """The bootstrap interval of one score. Give ``score.by_image()`` to draw whole images."""
-    (drawn,) = _bootstrap([_tally(score)], draws, np.random.default_rng(seed))
-    return Interval(_tally(score).value, *_edges(drawn, level), level)
+def score_interval(score: Scored, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0) -> Interval:
+    """Compute the bootstrap interval of one score. Give ``score.by_image()`` to resample whole images."""
+    (resampled,) = _bootstrap([_stats(score)], draws, np.random.default_rng(seed))
+    return Interval(_stats(score).value, *_percentiles(resampled, level), level)
 
 
-def difference(first: Scored, second: Scored, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0) -> Difference:
+def score_difference(
+    first: Scored, second: Scored, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0
+) -> Difference:
     """Compare two methods on the same samples of one task."""
     rng = np.random.default_rng(seed)
-    one, two = _tally(first), _tally(second)
-    a, b = _bootstrap([one, two], draws, rng)
-    apart = one.value - two.value
-    exchanged = np.subtract(*_exchanged(one, two, draws, rng))
-    return Difference(apart, *_edges(a - b, level), level, _p_value(exchanged, apart))
+    a, b = _stats(first), _stats(second)
+    resampled_a, resampled_b = _bootstrap([a, b], draws, rng)
+    value = a.value - b.value
+    permuted = np.subtract(*_permute(a, b, draws, rng))
+    return Difference(value, *_percentiles(resampled_a - resampled_b, level), level, _p_value(permuted, value))
 
 
-def over_seeds(scores: Sequence[Scored], *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0) -> OverSeeds:
-    """Several runs of a random method on one task, which differ in their seed alone."""
-    tallies = _several(scores)
+def seed_interval(scores: Sequence[Scored], *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0) -> SeedInterval:
+    """Compute the mean and interval of several runs of a random method on one task that differ only in their seed."""
+    if not scores:
+        raise BadParameter("Give the scores of at least one seed.")
+    stats = [_stats(score) for score in scores]
     rng = np.random.default_rng(seed)
-    drawn = _mean_of_drawn(np.stack(_bootstrap(tallies, draws, rng)), rng)
-    values = tuple(tally.value for tally in tallies)
-    return OverSeeds(float(np.mean(values)), *_edges(drawn, level), level, values, _sd(values))
+    resampled = _average_seeds(np.stack(_bootstrap(stats, draws, rng)), rng)
+    values = tuple(item.value for item in stats)
+    return SeedInterval(float(np.mean(values)), *_percentiles(resampled, level), level, values, _sd(values))
 
 
 def relative_interval(
     scores: Scores, baseline: Scores, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0
 ) -> Interval:
-    """The relative score and its interval: in each benchmark the same questions are drawn for method and baseline."""
-    ((value, drawn),) = _relative([scores], baseline, draws, np.random.default_rng(seed))
-    return Interval(value, *_edges(drawn, level), level)
+    """Compute the relative score and its interval; method and baseline share the resampled questions."""
+    ((value, resampled),) = _resample_relative([scores], baseline, draws, np.random.default_rng(seed))
+    return Interval(value, *_percentiles(resampled, level), level)
 
 
 def relative_difference(
@@ -104,137 +110,133 @@ def relative_difference(
 ) -> Difference:
     """Compare the relative scores of two methods against the same baseline."""
     rng = np.random.default_rng(seed)
-    (one, a), (two, b) = _relative([first, second], baseline, draws, rng)
-    names = _shared([first, second], baseline)
-    exchanged = np.zeros(draws)
+    (value_a, resampled_a), (value_b, resampled_b) = _resample_relative([first, second], baseline, draws, rng)
+    names = _shared_benchmarks([first, second], baseline)
+    permuted = np.zeros(draws)
     for name in names:
-        x, y = _exchanged(_tally(first[name]), _tally(second[name]), draws, rng)
-        exchanged += 100 * (x - y) / _tally(baseline[name]).value / len(names)
-    return Difference(one - two, *_edges(a - b, level), level, _p_value(exchanged, one - two))
+        a, b = _permute(_stats(first[name]), _stats(second[name]), draws, rng)
+        permuted += 100 * (a - b) / _stats(baseline[name]).value / len(names)
+    value = value_a - value_b
+    return Difference(value, *_percentiles(resampled_a - resampled_b, level), level, _p_value(permuted, value))
 
 
-def relative_over_seeds(
+def relative_seed_interval(
     runs: Sequence[Scores], baseline: Scores, *, level: float = LEVEL, draws: int = DRAWS, seed: int = 0
-) -> OverSeeds:
-    """The relative score of several runs of a random method, each over all benchmarks with one seed."""
+) -> SeedInterval:
+    """Compute the relative score of several runs of a random method, each over all benchmarks with one seed."""
     if not runs:
         raise BadParameter("Give the scores of at least one seed.")
     rng = np.random.default_rng(seed)
-    results = _relative(runs, baseline, draws, rng)
-    drawn = _mean_of_drawn(np.stack([one for _, one in results]), rng)
+    results = _resample_relative(runs, baseline, draws, rng)
+    resampled = _average_seeds(np.stack([row for _, row in results]), rng)
     values = tuple(value for value, _ in results)
-    return OverSeeds(float(np.mean(values)), *_edges(drawn, level), level, values, _sd(values))
+    return SeedInterval(float(np.mean(values)), *_percentiles(resampled, level), level, values, _sd(values))
 
 
-def _tally(score: Scored) -> ScoreStats:
-    return score.tally if isinstance(score, Score) else score
-
-
-def _several(scores: Sequence[Scored]) -> list[ScoreStats]:
-    if not scores:
-        raise BadParameter("Give the scores of at least one seed.")
-    return [_tally(score) for score in scores]
+def _stats(score: Scored) -> ScoreStats:
+    return score.stats if isinstance(score, Score) else score
 
 
 def _sd(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
-def _same_units(tallies: Sequence[ScoreStats]) -> int:
-    for other in tallies[1:]:
-        if other.units != tallies[0].units:
+def _count_units(stats: Sequence[ScoreStats]) -> int:
+    """Return the number of groups, which must be the same groups for all."""
+    for other in stats[1:]:
+        if other.units != stats[0].units:
             raise BadParameter(
-                f"These scores are of different questions ({len(tallies[0].units)} and {len(other.units)} groups). To "
-                "compare them question by question, score both on the same samples of the same task."
+                f"The scores are of different questions ({len(stats[0].units)} and {len(other.units)} groups). Score "
+                "both methods on the same samples of the same task."
             )
-    return len(tallies[0].units)
+    return len(stats[0].units)
 
 
-def _kinds(table: Floats) -> tuple[Floats, NDArray[np.int64]]:
-    """The different rows of a table, and how many there are of each."""
+def _distinct_rows(table: Floats) -> tuple[Floats, NDArray[np.int64]]:
+    """Return the distinct rows of a table, and the count of each."""
     rows, counts = np.unique(table, axis=0, return_counts=True)
     return rows, counts.astype(np.int64)
 
 
-def _bootstrap(tallies: Sequence[ScoreStats], draws: int, rng: np.random.Generator) -> list[Floats]:
-    """Scores of ``draws`` samples of the groups, drawn with replacement, the same for all tallies."""
+def _bootstrap(stats: Sequence[ScoreStats], draws: int, rng: np.random.Generator) -> list[Floats]:
+    """Score ``draws`` resamples of the groups, the same for all of ``stats``."""
     if draws < 1:
         raise BadParameter(f"draws must be at least 1, got {draws}.")
-    groups = _same_units(tallies)
-    rows, counts = _kinds(np.concatenate([tally.sums for tally in tallies], axis=1))
-    edges = np.cumsum([0, *(tally.sums.shape[1] for tally in tallies)])
-    drawn: list[list[Floats]] = [[] for _ in tallies]
-    step = max(1, _MOST // max(len(rows), 1))
+    groups = _count_units(stats)
+    rows, counts = _distinct_rows(np.concatenate([item.sums for item in stats], axis=1))
+    edges = np.cumsum([0, *(item.sums.shape[1] for item in stats)])
+    scores: list[list[Floats]] = [[] for _ in stats]
+    step = max(1, _MAX_NUMBERS // max(len(rows), 1))
     for start in range(0, draws, step):
         times = rng.multinomial(groups, counts / groups, size=min(step, draws - start))
         sums = times @ rows
-        for place, tally in enumerate(tallies):
-            drawn[place].append(tally.of(sums[:, edges[place] : edges[place + 1]]))
-    return [np.concatenate(parts) for parts in drawn]
+        for position, item in enumerate(stats):
+            scores[position].append(item.formula(sums[:, edges[position] : edges[position + 1]]))
+    return [np.concatenate(parts) for parts in scores]
 
 
-def _exchanged(one: ScoreStats, two: ScoreStats, draws: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """Scores of the two after each group's sums changed sides, or not, by the toss of a coin."""
-    _same_units([one, two])
-    rows, counts = _kinds(one.sums - two.sums)
+def _permute(a: ScoreStats, b: ScoreStats, draws: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    """Score both methods after exchanging each group's sums between them with probability 1/2."""
+    _count_units([a, b])
+    rows, counts = _distinct_rows(a.sums - b.sums)
     moved: list[Floats] = []
-    step = max(1, _MOST // max(len(rows), 1))
+    step = max(1, _MAX_NUMBERS // max(len(rows), 1))
     for start in range(0, draws, step):
         moved.append(rng.binomial(counts, 0.5, size=(min(step, draws - start), len(rows))) @ rows)
     change = np.concatenate(moved)
-    return one.of(one.sums.sum(axis=0) - change), two.of(two.sums.sum(axis=0) + change)
+    return a.formula(a.sums.sum(axis=0) - change), b.formula(b.sums.sum(axis=0) + change)
 
 
-def _p_value(exchanged: Floats, apart: float) -> float:
-    """The share of exchanges that are as far apart, the one observed included; so never 0."""
-    as_far = np.abs(exchanged) >= abs(apart) - 1e-9 * max(1.0, abs(apart))
-    return float((1 + np.count_nonzero(as_far)) / (1 + len(exchanged)))
+def _p_value(permuted: Floats, value: float) -> float:
+    """Return the share of permutations with at least this difference, including the observed one; never 0."""
+    extreme = np.abs(permuted) >= abs(value) - 1e-9 * max(1.0, abs(value))
+    return float((1 + np.count_nonzero(extreme)) / (1 + len(permuted)))
 
 
-def _shared(methods: Sequence[Scores], baseline: Scores) -> list[str]:
-    """The benchmarks that all have a score on, in the order of their names so that draws do not depend on theirs."""
+def _shared_benchmarks(methods: Sequence[Scores], baseline: Scores) -> list[str]:
+    """Return the benchmarks on which all have a score, sorted so that the draws do not depend on the given order."""
     names = [
         name
         for name in sorted(baseline)
-        if all(name in one and not math.isnan(_tally(one[name]).value) for one in (*methods, baseline))
+        if all(name in scores and not math.isnan(_stats(scores[name]).value) for scores in (*methods, baseline))
     ]
     if not names:
-        raise BadParameter("No benchmark has a score for all of the methods and for the full-token baseline.")
+        raise BadParameter("No benchmark has a score for all methods and for the full-token baseline.")
     for name in names:
-        if _tally(baseline[name]).value <= 0:
-            raise BadParameter(f"The full-token baseline of {name} is 0, and nothing can be in relation to that.")
+        if _stats(baseline[name]).value <= 0:
+            raise BadParameter(f"The full-token baseline of {name} is 0, so relative scores are undefined.")
     return names
 
 
-def _relative(
+def _resample_relative(
     methods: Sequence[Scores], baseline: Scores, draws: int, rng: np.random.Generator
 ) -> list[tuple[float, Floats]]:
-    """The relative score of each method, and those of the draws."""
-    names = _shared(methods, baseline)
+    """Return the relative score of each method, and those of the resamples."""
+    names = _shared_benchmarks(methods, baseline)
     values = np.zeros(len(methods))
-    drawn = np.zeros((len(methods), draws))
+    resampled = np.zeros((len(methods), draws))
     for name in names:
-        full = _tally(baseline[name])
-        tallies = [_tally(one[name]) for one in methods]
-        *ours, below = _bootstrap([*tallies, full], draws, rng)
-        below = np.where(below > 0, below, np.nan)  # a draw on which the baseline scores nothing has no ratio
-        values += [100 * tally.value / full.value / len(names) for tally in tallies]
-        drawn += 100 * np.stack(ours) / below / len(names)
-    return [(float(value), row) for value, row in zip(values, drawn, strict=True)]
+        full = _stats(baseline[name])
+        stats = [_stats(scores[name]) for scores in methods]
+        *numerators, denominator = _bootstrap([*stats, full], draws, rng)
+        denominator = np.where(denominator > 0, denominator, np.nan)  # no ratio if the baseline scores 0
+        values += [100 * item.value / full.value / len(names) for item in stats]
+        resampled += 100 * np.stack(numerators) / denominator / len(names)
+    return [(float(value), row) for value, row in zip(values, resampled, strict=True)]
 
 
-def _mean_of_drawn(by_seed: Floats, rng: np.random.Generator) -> Floats:
-    """The mean over seeds drawn with replacement, for each draw; ``by_seed`` is of shape (seeds, draws)."""
+def _average_seeds(by_seed: Floats, rng: np.random.Generator) -> Floats:
+    """Average over seeds drawn with replacement, for each resample; ``by_seed`` is of shape (seeds, draws)."""
     seeds, draws = by_seed.shape
     times = rng.multinomial(seeds, np.full(seeds, 1 / seeds), size=draws)
     return np.einsum("ds,sd->d", times / seeds, by_seed)
 
 
-def _edges(drawn: Floats, level: float) -> tuple[float, float]:
+def _percentiles(resampled: Floats, level: float) -> tuple[float, float]:
     if not 0 < level < 1:
         raise BadParameter(f"level must be between 0 and 1, such as 0.95, got {level}.")
-    found = drawn[~np.isnan(drawn)]
-    if not len(found):
+    valid = resampled[~np.isnan(resampled)]
+    if not len(valid):
         return math.nan, math.nan
-    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(valid, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

@@ -1,8 +1,8 @@
-"""Tasks: a set of samples with the prompt they are asked by and the rule they are scored by.
+"""Open tasks: samples with their prompt and scoring rule.
 
-:func:`open_task` opens the paper's nine benchmarks by name, and any other TSV or JSONL as a task of its own. A runner
-iterates the samples, sends ``task.prompt(sample)`` with the picture to a model and writes one JSON object a line, with
-``index`` and ``prediction`` (or ``error``); :meth:`Task.score` needs nothing but the task and those lines.
+:func:`open_task` opens a known benchmark by name, and any other TSV or JSONL file as a custom task. A runner iterates
+over the samples, sends ``task.prompt(sample)`` with the image to a model, and writes one JSON object per line with
+``index`` and ``prediction`` (or ``error``). :meth:`Task.score` needs only the task and those lines.
 """
 
 from __future__ import annotations
@@ -13,62 +13,61 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
-from torino_lab.sheets import KeyWords
 
 from torino.core.errors import BadFile, BadParameter, UnknownName, unknown_name
 from torino.evaluation import scoring
 from torino.evaluation.benchmarks import (
-    BENCHMARKS,
     CUSTOM,
-    LAB_BENCHMARKS,
     Benchmark,
     Kind,
-    Prompts,
-    benchmark_of,
-    instruction,
-    words,
+    PromptStyle,
+    all_benchmarks,
+    answer_instruction,
+    find_benchmark,
+    format_question,
 )
-from torino.evaluation.judge import NO_JUDGE, Grader, graded
-from torino.evaluation.samples import Broken, Problem, Sample, SampleTable, read_jsonl, read_tsv
+from torino.evaluation.judge import NO_JUDGE, Grader, make_rule
+from torino.evaluation.samples import OnBadRow, RowProblem, Sample, SampleTable, read_jsonl, read_tsv
 
-TURN = 1_000_000  # between the indices of a question's rotations, in the TSV of MMBench
+ROTATION_STEP = 1_000_000  # between the indices of a question's rotations, in MMBench's TSV
 
-_Each = Callable[[Sample, str], tuple[float, str | None]]
-_All = Callable[[scoring.Marked], tuple[scoring.ScoreStats, scoring.Parts]]
-_RULES: dict[str, tuple[str, _Each, _All]] = {
+_Rule = Callable[[Sample, str], scoring.Grade]
+_Total = Callable[[scoring.GradedAnswers], tuple[scoring.ScoreStats, scoring.Parts]]
+_RULES: dict[str, tuple[str, _Rule, _Total]] = {
     "exact": ("accuracy, exact match", scoring.exact_match, scoring.mean_score),
     "vqa": ("VQA soft accuracy", scoring.soft_accuracy, scoring.mean_score),
-    "mcq": ("accuracy", scoring.choice, scoring.mean_score),
-    "circular": ("circular accuracy", scoring.choice, scoring.circular),
-    "yes-no": ("accuracy", scoring.yes_no, scoring.mean_score),
-    "mme": ("acc + acc+, summed over categories", scoring.yes_no, scoring.mme),
-    "pope": ("F1 of yes", scoring.yes_no, scoring.pope),
-    "judge": ("mean grade of the judge", graded({}), scoring.abilities),
+    "mcq": ("accuracy", scoring.match_option, scoring.mean_score),
+    "circular": ("circular accuracy", scoring.match_option, scoring.circular_score),
+    "yes-no": ("accuracy", scoring.match_yes_no, scoring.mean_score),
+    "mme": ("acc + acc+, summed over categories", scoring.match_yes_no, scoring.mme_score),
+    "pope": ("F1 of yes", scoring.match_yes_no, scoring.pope_score),
+    "judge": ("mean grade of the judge", make_rule({}), scoring.ability_score),
 }
 _PARSED = ("mcq", "circular", "yes-no", "mme", "pope")
 
 
 @dataclass(frozen=True)
 class Task:
-    """Samples, the prompt they are asked by and the rule they are scored by.
+    """Samples with their prompt and scoring rule.
 
     Attributes
     ----------
     name : str
-        ``GQA``, ``MMBench_EN``, …, or the name of the file for a task of one's own.
+        ``GQA``, ``MMBench_EN``, …, or the name of the file for a custom task.
     kind : str
-        The rule: ``exact``, ``vqa``, ``mcq``, ``circular``, ``yes-no``, ``mme``, ``pope`` or ``judge``.
+        Scoring rule: ``exact``, ``vqa``, ``mcq``, ``circular``, ``yes-no``, ``mme``, ``pope`` or ``judge``.
     samples : tuple of Sample
-    problems : tuple of Problem
-        Rows of the file that could not be used.
     source : Path
     fingerprint : str
-        Hash of what the file says, so that a result tells which data it is of.
+        Hash of the contents of the file, to identify the data of a result.
+    benchmark : Benchmark
+    problems : tuple of RowProblem
+        Rows of the file that could not be used.
     prompts : str
-        Whose prompts: ``standard``, ``vlmevalkit`` or ``llava``.
+        Prompt style: ``standard``, ``vlmevalkit`` or ``llava``.
     """
 
     name: str
@@ -77,13 +76,13 @@ class Task:
     source: Path
     fingerprint: str
     benchmark: Benchmark = CUSTOM
-    problems: tuple[Problem, ...] = ()
-    prompts: Prompts = "standard"
-    _places: dict[str, int] = field(default_factory=dict[str, int], init=False, repr=False, compare=False)
+    problems: tuple[RowProblem, ...] = ()
+    prompts: PromptStyle = "standard"
+    _positions: dict[str, int] = field(default_factory=dict[str, int], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Note where each sample is."""
-        self._places.update({sample.index: place for place, sample in enumerate(self.samples)})
+        """Index the samples."""
+        self._positions.update({sample.index: position for position, sample in enumerate(self.samples)})
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -92,21 +91,21 @@ class Task:
         return iter(self.samples)
 
     def __getitem__(self, index: str | int) -> Sample:
-        """The sample of this index, or at this place if it is a number."""
-        return self.samples[index if isinstance(index, int) else self._places[index]]
+        """Return the sample with this index, or at this position if it is an integer."""
+        return self.samples[index if isinstance(index, int) else self._positions[index]]
 
     def prompt(self, sample: Sample) -> str:
-        """What the model is asked about the picture."""
-        question = words(sample)
-        tail = instruction(self.benchmark, self.kind, self.prompts, question)
+        """Return the text that the model is asked together with the image."""
+        question = format_question(sample)
+        instruction = answer_instruction(self.benchmark, self.kind, self.prompts, question)
         if self.kind in ("mme", "pope", "yes-no") and self.prompts == "llava":
             question = re.sub(r"\s*Please answer yes or no\.?\s*$", "", question, flags=re.IGNORECASE)
-        return question if not tail or tail in question else f"{question}\n{tail}"
+        return question if not instruction or instruction in question else f"{question}\n{instruction}"
 
     def take(self, count: int, seed: int | None = None) -> Task:
-        """The task with ``count`` questions only: the first ones, or with a seed random ones.
+        """Return the task with its first ``count`` questions, or with a seed ``count`` random ones.
 
-        A question comes with all its rotations, and with the other questions that it is judged with.
+        A question comes with all its rotations, and with the other questions that it is scored with.
         """
         if count < 1:
             raise BadParameter(f"A task needs at least 1 question, got {count}.")
@@ -124,51 +123,54 @@ class Task:
         Parameters
         ----------
         rows : iterable of mappings
-            Each with ``index`` and ``prediction``; one with ``error``, or without a text, says that the model failed.
-            Of several answers to a sample the last counts, and a failure only if there is no answer.
+            Each with ``index`` and ``prediction``; a row with ``error`` or without a text means that the model failed.
+            The last of several answers to a sample counts; a failure counts only if there is no answer.
         judge : Grader, optional
-            For tasks whose answers are graded; without one they are not scored, and ``note`` says so.
+            For tasks with graded answers; without one the task is not scored, and ``note`` gives the reason.
         partial : bool
             Leave out questions that are not answered yet, instead of counting them as wrong.
         """
-        said, failed, ignored = self._read(rows)
+        predictions, failed, ignored = self._read(rows)
         samples = self.samples
         if partial:
-            waiting = {one.group for one in samples if one.index not in said and one.index not in failed}
-            samples = tuple(one for one in samples if one.group not in waiting)
+            open_groups = {item.group for item in samples if item.index not in predictions and item.index not in failed}
+            samples = tuple(sample for sample in samples if sample.group not in open_groups)
         counts = {
             "samples": len(samples),
-            "answered": sum(one.index in said for one in samples),
-            "unanswered": sum(one.index not in said and one.index not in failed for one in samples),
-            "failed": sum(one.index in failed for one in samples),
+            "answered": sum(sample.index in predictions for sample in samples),
+            "unanswered": sum(sample.index not in predictions and sample.index not in failed for sample in samples),
+            "failed": sum(sample.index in failed for sample in samples),
             "ignored": ignored,
         }
-        metric, each, total = _RULES[self.kind]
+        metric, rule, total = _RULES[self.kind]
         note = ""
         if self.kind == "judge":
-            judge = KeyWords() if self.benchmark.words else judge
+            judge = self.benchmark.grader() if self.benchmark.grader is not None else judge
             if judge is None:
-                return scoring.unscored(self.name, metric, samples, counts, f"{self.name}: {NO_JUDGE}")
-            each, note = graded(judge.grade_all(samples, said)), f"judged by {judge.name}"
-        marked = scoring.Marked(samples, said).mark(each)
+                return scoring.build_empty_score(self.name, metric, samples, counts, f"{self.name}: {NO_JUDGE}")
+            rule, note = make_rule(judge.grade_all(samples, predictions)), f"judged by {judge.name}"
+        graded = scoring.GradedAnswers(samples, predictions, self.benchmark.category_columns).grade(rule)
         if self.kind in (*_PARSED, "judge"):
-            counts["unparsed"] = sum(marked.extracted[one.index] is None for one in samples if one.index in said)
-        return scoring.score_of(self.name, metric, marked, total, counts, note)
+            counts["unparsed"] = sum(
+                graded.extracted[sample.index] is None for sample in samples if sample.index in predictions
+            )
+        return scoring.build_score(self.name, metric, graded, total, counts, note)
 
-    def facts(self) -> dict[str, Any]:
-        """What a result should say about its task, ready for JSON."""
-        tail = instruction(self.benchmark, self.kind, self.prompts, "")
-        chinese = instruction(self.benchmark, self.kind, self.prompts, "中")
-        asked = f"question\n{tail}" if tail else "question"
+    def describe(self) -> dict[str, Any]:
+        """Return what a result records about its task, ready for JSON."""
+        instruction = answer_instruction(self.benchmark, self.kind, self.prompts, "")
+        chinese = answer_instruction(self.benchmark, self.kind, self.prompts, "中")
+        prompt = f"question\n{instruction}" if instruction else "question"
         if self.kind in ("mcq", "circular"):
-            asked = f"hint\nquestion\nA. …\nB. …\n{tail}" + ("" if chinese == tail else f" (Chinese: {chinese})")
+            translated = "" if chinese == instruction else f" (Chinese: {chinese})"
+            prompt = f"hint\nquestion\nA. …\nB. …\n{instruction}{translated}"
         return {
             "task": self.name,
             "file": self.source.name,
             "fingerprint": self.fingerprint,
             "harness": "torino, VLMEvalKit's data layout",
             "prompts": self.prompts,
-            "prompt": asked,
+            "prompt": prompt,
             "metric": _RULES[self.kind][0],
             "samples": len(self.samples),
             "questions": len({sample.group for sample in self.samples}),
@@ -177,21 +179,25 @@ class Task:
         }
 
     def _read(self, rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, str], set[str], int]:
-        said: dict[str, str] = {}
+        """Return the answers by index, the indices that failed, and the number of rows that were ignored."""
+        predictions: dict[str, str] = {}
         failed: set[str] = set()
         ignored = 0
         for row in rows:
             index = str(row.get("index", ""))
             text = row.get("prediction")
-            if index not in self._places:
+            if index not in self._positions:
                 ignored += 1
             elif text is None or row.get("error"):
                 failed.add(index)
             else:
-                said[index] = str(text)
-        if ignored and not said and not failed:
-            raise BadFile(f"None of the {ignored} answers is to a sample of {self.name}. Is it another task's file?")
-        return said, failed - said.keys(), ignored
+                predictions[index] = str(text)
+        if ignored and not predictions and not failed:
+            raise BadFile(
+                f"None of the {ignored} answers belongs to a sample of {self.name}. Check that the answers are of this "
+                "task."
+            )
+        return predictions, failed - predictions.keys(), ignored
 
 
 def open_task(
@@ -199,83 +205,84 @@ def open_task(
     folder: str | Path | None = None,
     *,
     kind: Kind | None = None,
-    prompts: Prompts = "standard",
+    prompts: PromptStyle = "standard",
     image_root: str | Path | None = None,
-    broken: Broken = "skip",
+    on_bad_row: OnBadRow = "skip",
 ) -> Task:
     """Open a task.
 
     Parameters
     ----------
     name : str or path
-        One of the nine (``GQA`` or ``GQA_TestDev_Balanced``, ``MMBench_EN``, ``MMBench_CN``, ``MME``, ``POPE``,
-        ``ScienceQA``, ``TextVQA``, ``VizWiz``, ``MMVet``), the name of a file in the folder, or the path of one.
+        A benchmark (``GQA`` or ``GQA_TestDev_Balanced``, ``MMBench_EN``, ``MMBench_CN``, ``MME``, ``POPE``,
+        ``ScienceQA``, ``TextVQA``, ``VizWiz``, ``MMVet``, or one of an installed package, see
+        :mod:`torino.evaluation.benchmarks`), the name of a file in the folder, or a path.
     folder : path, optional
-        Where the TSVs are; by default the environment variable ``LMUData``, else ``LMUData`` in the home folder.
+        Folder of the TSV files; by default the environment variable ``LMUData``, else ``LMUData`` in the home folder.
     kind : str, optional
-        The rule to score by; by default that of the benchmark, for other files ``mcq`` if they have options, else
-        ``vqa``.
+        Scoring rule; by default that of the benchmark, for other files ``mcq`` if they have options, else ``vqa``.
     prompts : {"standard", "vlmevalkit", "llava"}
-        Whose prompts; see ``docs/evaluation.md``.
+        Prompt style; see :func:`torino.evaluation.benchmarks.answer_instruction`.
     image_root : path, optional
-        Where relative image paths start from.
-    broken : {"skip", "raise"}
-        Rows that cannot be used are counted in ``problems``, or stop the reading.
+        Folder of relative image paths.
+    on_bad_row : {"skip", "raise"}
+        Add rows that cannot be used to ``problems``, or raise :class:`BadFile`.
     """
-    if prompts not in ("standard", "vlmevalkit", "llava"):
+    if prompts not in get_args(PromptStyle):
         raise BadParameter(f"prompts must be standard, vlmevalkit or llava, got {prompts!r}.")
     if kind is not None and kind not in _RULES:
         raise BadParameter(f"kind must be one of {', '.join(_RULES)}, got {kind!r}.")
     path = find_task(name, folder)
     read = read_jsonl if path.suffix == ".jsonl" else read_tsv
-    table = read(path, image_root=image_root, broken=broken)
+    table = read(path, image_root=image_root, on_bad_row=on_bad_row)
     stem = path.stem.removesuffix("_local")
-    known = benchmark_of(stem) or CUSTOM
-    used: Kind = kind or known.kind or ("mcq" if any(sample.options for sample in table.samples) else "vqa")
-    samples, problems = _fitting(used, table, path, broken)
+    benchmark = find_benchmark(stem) or CUSTOM
+    rule: Kind = kind or benchmark.kind or ("mcq" if any(sample.options for sample in table.samples) else "vqa")
+    samples, problems = _select_scorable(rule, table, path, on_bad_row)
     if not samples:
         first = f" The first: {problems[0]}." if problems else ""
-        raise BadFile(f"{path} holds no sample that can be used; {len(problems)} rows were skipped.{first}")
-    named = known.name if known is not CUSTOM else stem
+        raise BadFile(f"{path} contains no usable sample; {len(problems)} rows were skipped.{first}")
+    title = benchmark.name if benchmark is not CUSTOM else stem
     return Task(
-        named, used, tuple(_grouped(used, samples)), path, table.fingerprint, known, tuple(problems), prompts=prompts
+        title, rule, tuple(_group(rule, samples)), path, table.fingerprint, benchmark, tuple(problems), prompts=prompts
     )
 
 
 def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
-    """The file of a task; a :class:`BadFile` or ``UnknownName`` says what is missing."""
+    """Return the file of a task; raise :class:`BadFile` or ``UnknownName`` if there is none."""
     path = Path(name)
     if path.suffix in (".tsv", ".jsonl") and path.is_file():
         return path
     root = data_folder(folder)
     text = str(name)
-    known = benchmark_of(text)
-    stems = [text, *(known.files if known else ())]
+    benchmark = find_benchmark(text)
+    stems = [text, *(benchmark.files if benchmark else ())]
     for stem in dict.fromkeys(stems):
         for ending in ("", ".tsv", "_local.tsv", ".jsonl"):
-            found = root / f"{stem}{ending}"
-            if found.is_file() and found.suffix in (".tsv", ".jsonl"):
-                return found
-    there = sorted(one.name for one in root.glob("*.tsv")) + sorted(one.name for one in root.glob("*.jsonl"))
-    holds = f"it holds {', '.join(there)}" if there else "it holds no .tsv and no .jsonl file"
-    if known:
+            candidate = root / f"{stem}{ending}"
+            if candidate.is_file() and candidate.suffix in (".tsv", ".jsonl"):
+                return candidate
+    files = sorted(file.name for file in root.glob("*.tsv")) + sorted(file.name for file in root.glob("*.jsonl"))
+    contents = f"it contains {', '.join(files)}" if files else "it contains no .tsv and no .jsonl file"
+    if benchmark:
         raise BadFile(
-            f"{known.name} is not in {root}: {holds}. Put {known.files[0]}.tsv there (VLMEvalKit's file), or name the "
-            "folder that has it, also by the environment variable LMUData."
+            f"{benchmark.name} is not in {root}: {contents}. Put {(*benchmark.files, benchmark.name)[0]}.tsv there (in "
+            "VLMEvalKit's layout), or give the folder that has it, also through the environment variable LMUData."
         )
     if path.suffix in (".tsv", ".jsonl"):
-        raise BadFile(f"There is no file {path}, nor one of that name in {root}: {holds}.")
-    error = unknown_name("task", text, [*BENCHMARKS, *LAB_BENCHMARKS, *(Path(one).stem for one in there)])
-    raise UnknownName(f"{str(error).removesuffix(' All: torino list.')} Looked in {root}: {holds}.")
+        raise BadFile(f"There is no file {path}, and none with that name in {root}: {contents}.")
+    error = unknown_name("task", text, [*all_benchmarks(), *(Path(file).stem for file in files)])
+    message = str(error).removesuffix(" Run 'torino list' to see all names.")
+    raise UnknownName(f"{message} Searched {root}: {contents}.")
 
 
 def data_folder(folder: str | Path | None = None) -> Path:
-    """The folder of the TSVs: the one given, else ``LMUData`` of the environment, else the one at home."""
+    """Return the folder of the TSV files: ``folder``, else the environment's ``LMUData``, else ``~/LMUData``."""
     return Path(folder or os.environ.get("LMUData") or Path.home() / "LMUData")  # noqa: SIM112 (VLMEvalKit's spelling)
 
 
 def read_answers(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of an answers file; a last line that a crash cut short is left out, any other bad line is an error."""
+    """Read the rows of an answers file; skip a last line cut short by a crash, and raise for any other bad line."""
     rows: list[dict[str, Any]] = []
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -287,7 +294,7 @@ def read_answers(path: str | Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or "index" not in row:
-                raise ValueError("no object with an index")
+                raise ValueError("not an object with an index")
         except ValueError as error:
             if number == len(lines):
                 break
@@ -296,55 +303,57 @@ def read_answers(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _fitting(kind: Kind, table: SampleTable, path: Path, broken: Broken) -> tuple[list[Sample], list[Problem]]:
-    """The samples that the rule can score, and all problems."""
+def _select_scorable(
+    kind: Kind, table: SampleTable, path: Path, on_bad_row: OnBadRow
+) -> tuple[list[Sample], list[RowProblem]]:
+    """Return the samples that the rule can score, and all problems."""
     kept: list[Sample] = []
     problems = list(table.problems)
     for sample in table.samples:
-        what = ""
+        reason = ""
         if kind in ("mcq", "circular") and len(sample.options) < 2:
-            what = "it has fewer than two options"
+            reason = "fewer than two options"
         elif kind in ("mme", "pope", "yes-no") and sample.answers[0].strip().lower() not in ("yes", "no"):
-            what = f"its answer must be yes or no, and is {sample.answers[0]!r}"
+            reason = f"the answer must be yes or no, got {sample.answers[0]!r}"
         elif kind == "mme" and "category" not in sample.meta:
-            what = "it has no category"
-        if not what:
+            reason = "no category"
+        if not reason:
             kept.append(sample)
             continue
-        problem = Problem(sample.row, sample.index, what)
-        if broken == "raise":
-            raise BadFile(f"{path}, {problem}. Mend the row, or let such rows be skipped and counted.")
+        problem = RowProblem(sample.row, sample.index, reason)
+        if on_bad_row == "raise":
+            raise BadFile(f"{path}, {problem}. Fix the row, or skip such rows with on_bad_row='skip'.")
         problems.append(problem)
     return kept, sorted(problems, key=lambda problem: problem.row)
 
 
-def _grouped(kind: Kind, samples: Sequence[Sample]) -> list[Sample]:
-    """Say which samples are judged together; make the rotations of MMBench where the file has none."""
+def _group(kind: Kind, samples: Sequence[Sample]) -> list[Sample]:
+    """Assign the groups that are scored together; add MMBench's rotations if the file has none."""
     if kind == "mme":
         return [
-            replace(one, group=f"{one.meta['category']}|{one.meta.get('image_path') or one.image.key}")
-            for one in samples
+            replace(sample, group=f"{sample.meta['category']}|{sample.meta.get('image_path') or sample.image.key}")
+            for sample in samples
         ]
     if kind != "circular":
         return list(samples)
-    grouped = [replace(one, group=one.meta.get("g_index") or _first(one.index)) for one in samples]
-    if len({one.group for one in grouped}) < len(grouped):
+    grouped = [replace(sample, group=sample.meta.get("g_index") or _base_index(sample.index)) for sample in samples]
+    if len({sample.group for sample in grouped}) < len(grouped):
         return grouped
-    return [turned for one in grouped for turned in rotations(one)]
+    return [rotation for sample in grouped for rotation in make_rotations(sample)]
 
 
-def _first(index: str) -> str:
-    return str(int(index) % TURN) if index.isdecimal() else index
+def _base_index(index: str) -> str:
+    return str(int(index) % ROTATION_STEP) if index.isdecimal() else index
 
 
-def rotations(sample: Sample) -> list[Sample]:
-    """The question with its options moved round by 0, 1, … places, so that each option stands once at each letter."""
+def make_rotations(sample: Sample) -> list[Sample]:
+    """Return the question with its options rotated by 0, 1, … positions, so that each option gets each letter once."""
     letters, texts = list(sample.options), list(sample.options.values())
-    right = letters.index(sample.answers[0])
-    turned: list[Sample] = []
+    correct = letters.index(sample.answers[0])
+    rotations: list[Sample] = []
     for turn in range(len(letters)):
         options = dict(zip(letters, texts[turn:] + texts[:turn], strict=True))
-        answer = letters[(right - turn) % len(letters)]
-        index = str(int(sample.index) + turn * TURN) if sample.index.isdecimal() else f"{sample.index}+{turn}"
-        turned.append(replace(sample, index=index if turn else sample.index, options=options, answers=(answer,)))
-    return turned
+        answer = letters[(correct - turn) % len(letters)]
+        index = str(int(sample.index) + turn * ROTATION_STEP) if sample.index.isdecimal() else f"{sample.index}+{turn}"
+        rotations.append(replace(sample, index=index if turn else sample.index, options=options, answers=(answer,)))
+    return rotations

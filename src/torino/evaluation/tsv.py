@@ -1,7 +1,8 @@
-"""The rows of a TSV file with the place of every cell, one row in memory at a time.
+"""Read the rows of a TSV file with the byte offsets of every cell, one row in memory at a time.
 
-Python's csv module reads such files too, but does not tell where in the file a cell is, and after a quote that was
-never closed it takes the rest of the file for one cell.
+Written by hand because the benchmark files are gigabytes large and hold images as base64 text: a sample stores only
+where its image is. Python's csv module reports no offsets, and after an unclosed quote it reads the rest of the file
+as one cell.
 """
 
 from __future__ import annotations
@@ -9,80 +10,80 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import IO, NamedTuple
 
-MOST = 32_000_000  # bytes of a row after its first line; beyond them a quote was left open
+MAX_EXTRA_BYTES = 32_000_000  # bytes of a row after its first line; a longer row has an unclosed quote
 
 
 class TsvRow(NamedTuple):
-    """One row, which may be several lines: a quoted cell can hold line breaks."""
+    """One row; a quoted cell can contain line breaks, so it can span several lines."""
 
-    number: int  # of its first line, from 1
-    start: int  # of its first byte in the file
+    number: int  # line number of its first line, from 1
+    start: int  # offset of its first byte in the file
     raw: bytes
-    spans: list[tuple[int, int]] | None  # of its cells, quotes included; None: a quote is left open
+    spans: list[tuple[int, int]] | None  # start and stop of each cell in raw, with its quotes; None: unclosed quote
 
 
-def rows(file: IO[bytes]) -> Iterator[TsvRow]:
-    """The rows of a TSV. A row with an open quote is given as broken, and reading goes on at the next line."""
+def read_rows(file: IO[bytes]) -> Iterator[TsvRow]:
+    """Yield the rows of a TSV. A row with an unclosed quote has no spans, and reading continues at the next line."""
     number = start = 0
-    waiting: list[bytes] = []  # lines that were read in search of a closing quote
+    pending: list[bytes] = []  # lines that were read while looking for a closing quote
 
-    def line() -> bytes:
-        return waiting.pop() if waiting else file.readline()
+    def next_line() -> bytes:
+        return pending.pop() if pending else file.readline()
 
-    while first := line():
+    while first := next_line():
         number += 1
-        taken, size = [first], 0
+        lines, extra = [first], 0
         raw = first
         spans = _split(raw)
-        while spans is None and size < MOST and (more := line()):
-            taken.append(more)
-            size += len(more)
-            if b'"' in more:
-                raw = b"".join(taken)
+        while spans is None and extra < MAX_EXTRA_BYTES and (line := next_line()):
+            lines.append(line)
+            extra += len(line)
+            if b'"' in line:
+                raw = b"".join(lines)
                 spans = _split(raw, strict=True)
         if not spans:
-            waiting.extend(reversed(taken[1:]))
-            taken, raw = [first], first
+            pending.extend(reversed(lines[1:]))
+            lines, raw = [first], first
         if raw.strip(b"\r\n"):
             yield TsvRow(number, start, raw, spans or None)
-        number += len(taken) - 1
+        number += len(lines) - 1
         start += len(raw)
 
 
 def _split(raw: bytes, strict: bool = False) -> list[tuple[int, int]] | None:
-    """Where the cells of a row begin and end; None if a quoted one does not end.
+    """Return the start and stop of each cell, or None if a quoted cell does not end.
 
-    ``strict`` gives nothing if text follows a closing quote. In one line that is taken as it is; over several it says
-    that the quote which seems to close a cell in truth opens one, of another row.
+    ``strict`` returns an empty list if text follows a closing quote. Within one line such text is accepted. Across
+    several lines it means that the quote that seems to close a cell opens a cell of another row.
     """
     end = len(raw)
     while end and raw[end - 1] in b"\r\n":
         end -= 1
     spans: list[tuple[int, int]] = []
-    at = 0
+    start = 0
     while True:
-        stop = at
-        if raw[at : at + 1] == b'"':
-            stop = at + 1
+        stop = start
+        if raw[start : start + 1] == b'"':
+            stop = start + 1
             while True:
                 stop = raw.find(b'"', stop)
                 if stop < 0:
                     return None
                 if raw[stop + 1 : stop + 2] != b'"':
                     break
-                stop += 2  # a doubled quote is one of the text
+                stop += 2  # a doubled quote stands for one quote
             if strict and raw[stop + 1 : stop + 2] not in (b"\t", b"\r", b"\n", b""):
                 return []
         stop = raw.find(b"\t", stop, end)
         if stop < 0:
-            spans.append((at, end))
+            spans.append((start, end))
             return spans
-        spans.append((at, stop))
-        at = stop + 1
+        spans.append((start, stop))
+        start = stop + 1
 
 
-def unquoted(raw: bytes) -> bytes:
-    """The text of a cell, without the quotes around it."""
+def unquote(raw: bytes) -> bytes:
+    """Return the text of a cell without its surrounding quotes."""
     if raw[:1] == b'"':
         closing = raw.rfind(b'"')
         return raw[1:closing].replace(b'""', b'"') + raw[closing + 1 :]

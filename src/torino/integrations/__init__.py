@@ -1,7 +1,7 @@
-"""Guests: torino's reducers inside other evaluation kits, which keep their tasks, prompts and scores.
+"""Use torino's reducers inside other evaluation kits, which keep their tasks, prompts and scores.
 
-``lmms_eval`` is a model of lmms-eval, found through its entry points; ``vlmevalkit`` is one for VLMEvalKit. Both answer
-through :class:`ChatModel`, which knows neither kit. How to run them: ``docs/guests.md``.
+``lmms_eval`` is a model for lmms-eval, found through its entry points; ``vlmevalkit`` is a model for VLMEvalKit. Both
+answer through :class:`ChatModel`.
 """
 
 from torino.integrations.chat import ChatModel, read_spec

@@ -1,7 +1,7 @@
-"""A model of lmms-eval (0.7.3) that runs any reducer: ``lmms-eval --model torino --model_args pretrained=…,reducer=…``.
+"""A model for lmms-eval (0.7.3) with any reducer: ``lmms-eval --model torino --model_args pretrained=…,reducer=…``.
 
-The kit finds it through the entry point group ``lmms_eval.models``. It reads its arguments divided by commas, so inside
-the brackets of a reducer stands ``;``: ``reducer=torino-m(k=2;delta=2)``.
+lmms-eval finds it through the entry point group ``lmms_eval.models``. It splits arguments at commas, so write ``;``
+inside the brackets of a reducer: ``reducer=torino-m(k=2;delta=2)``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from torino.core.errors import BadParameter, TorinoError
-from torino.integrations.chat import ChatModel, Turn, base_of, cut, interleaved
+from torino.integrations.chat import ChatModel, base_class, cut_at, interleave
+from torino.vlm.prompt import Turn
 
-LONGEST = 1024  # tokens of an answer where a task says nothing, as for the kit's own LLaVA
+LONGEST = 1024  # default length of an answer, as for the kit's own LLaVA
 ACCEPTED = (
     "pretrained",
     "reducer",
@@ -22,17 +23,18 @@ ACCEPTED = (
     "clip",
     "padding",
     "positions",
+    "attention",
     "device",
     "dtype",
     "batch_size",
 )
 
 
-Base: Any = base_of("lmms_eval.api.model", "lmms")
+Base: Any = base_class("lmms_eval.api.model", "lmms")
 
 
 class TorinoChat(Base):
-    """Answers conversations, as lmms-eval writes them for chat models.
+    """Answer conversations as lmms-eval writes them for chat models.
 
     Parameters
     ----------
@@ -41,10 +43,10 @@ class TorinoChat(Base):
     batch_size : int or str
         Questions answered together.
     max_batch_size
-        Not used; the kit hands it to every model.
+        Ignored; lmms-eval passes it to every model.
     **options
-        ``reducer``, ``sae``, ``budget``, ``clip``, ``padding``, ``positions``, ``device``, ``dtype``, as for
-        :class:`torino.integrations.ChatModel`.
+        ``reducer``, ``sae``, ``budget``, ``clip``, ``padding``, ``positions``, ``attention``, ``device``, ``dtype``,
+        as for :class:`torino.integrations.ChatModel`.
     """
 
     is_simple: ClassVar[bool] = False
@@ -54,63 +56,62 @@ class TorinoChat(Base):
     ) -> None:
         if Base is object:
             raise TorinoError(
-                "This model is a guest of lmms-eval, which is not installed. pip install lmms-eval==0.7.3, or evaluate "
-                "with torino eval."
+                "lmms-eval is not installed. Install it with pip install lmms-eval==0.7.3, or evaluate with torino eval."
             )
         super().__init__()
-        strange = sorted(set(options) - set(ACCEPTED))
-        if strange:
+        unknown = sorted(set(options) - set(ACCEPTED))
+        if unknown:
             raise BadParameter(
-                f"The model torino has no argument {strange[0]!r}. It takes {', '.join(ACCEPTED)}. Inside the brackets "
+                f"The model torino has no argument {unknown[0]!r}. It takes {', '.join(ACCEPTED)}. Inside the brackets "
                 "of a reducer write ; instead of a comma: reducer=torino-m(k=2;delta=2)."
             )
         if not pretrained:
-            raise BadParameter("Say which model answers: --model_args pretrained=llava-hf/llava-1.5-7b-hf,reducer=…")
+            raise BadParameter("No model was given. Use --model_args pretrained=llava-hf/llava-1.5-7b-hf,reducer=…")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise BadParameter(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
         self.batch_size = int(batch_size)
-        self.guest = ChatModel(str(pretrained), **options)
+        self.chat = ChatModel(str(pretrained), **options)
 
     @property
     def device(self) -> Any:
-        """Where the model is."""
-        return self.guest.device
+        """Device of the model."""
+        return self.chat.device
 
-    # ------------------------------------------------------------------ what the kit asks for
+    # ------------------------------------------------------------------ the interface of lmms-eval
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answer requests, in their order."""
         progress = import_module("tqdm").tqdm(total=len(requests), disable=self.rank != 0, desc="torino")
         texts: list[str] = []
         for batch in self._batches([request.args for request in requests]):
-            talks = [self._talk(arguments) for arguments in batch]
-            asked = self._generation(batch[0])
-            length = int(asked.get("max_new_tokens") or LONGEST)
-            answers = self.guest.answer(talks, length, **asked)
-            texts += [cut(answer, asked.get("until")) for answer in answers]
+            conversations = [self._conversation(arguments) for arguments in batch]
+            options = self._generation(batch[0])
+            length = int(options.get("max_new_tokens") or LONGEST)
+            answers = self.chat.answer(conversations, length, **options)
+            texts += [cut_at(answer, options.get("until")) for answer in answers]
             progress.update(len(batch))
         progress.close()
-        import_module("loguru").logger.info(f"torino: {self.guest.summary()}")
+        import_module("loguru").logger.info(f"torino: {self.chat.summary()}")
         return texts
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """The loss of each continuation: what this kit's models return here, and its tasks take the least of."""
-        found: list[tuple[float, bool]] = []
+        """Return the loss of each continuation, as the kit's own models do; tasks choose the smallest."""
+        losses: list[tuple[float, bool]] = []
         for request in requests:
-            context, target, see, number, task, split = request.args
+            context, target, get_images, number, task, split = request.args
             document = self.task_dict[task][split][number]
-            said = target if isinstance(target, str) else target(document)
-            found.append(self.guest.loss(_simple(context, see(document)), str(said)))
-        return found
+            continuation = target if isinstance(target, str) else target(document)
+            losses.append(self.chat.loss(_simple(context, get_images(document)), str(continuation)))
+        return losses
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
-        """Refuse: reduced prompts of one round are not those of the next."""
-        raise TorinoError("This task goes over several rounds, and torino answers those of one. Choose another task.")
+        """Refuse tasks of several rounds."""
+        raise TorinoError("This task has several rounds; torino supports tasks of one round. Choose another task.")
 
     # ------------------------------------------------------------------ requests
 
     def _batches(self, all_: Sequence[Sequence[Any]]) -> Iterator[list[Sequence[Any]]]:
-        """Neighbours that are asked in the same way, up to the batch size."""
+        """Group neighbouring requests with the same generation options, up to the batch size."""
         batch: list[Sequence[Any]] = []
         for arguments in all_:
             if batch and (len(batch) == self.batch_size or self._generation(batch[0]) != self._generation(arguments)):
@@ -123,26 +124,26 @@ class TorinoChat(Base):
     def _generation(self, arguments: Sequence[Any]) -> dict[str, Any]:
         return dict(arguments[2])
 
-    def _talk(self, arguments: Sequence[Any]) -> list[Turn]:
+    def _conversation(self, arguments: Sequence[Any]) -> list[Turn]:
         _, messages, _, number, task, split = arguments
         return [_turn(message) for message in messages(self.task_dict[task][split][number])]
 
 
 class TorinoSimple(TorinoChat):
-    """The same for the kit's simple models (``--force_simple``): a text, and pictures where it marks their places."""
+    """The same for simple models (``--force_simple``): a text, and images at its markers."""
 
     is_simple: ClassVar[bool] = True
 
     def _generation(self, arguments: Sequence[Any]) -> dict[str, Any]:
         return dict(arguments[1])
 
-    def _talk(self, arguments: Sequence[Any]) -> list[Turn]:
-        context, _, see, number, task, split = arguments
-        return _simple(context, see(self.task_dict[task][split][number]))
+    def _conversation(self, arguments: Sequence[Any]) -> list[Turn]:
+        context, _, get_images, number, task, split = arguments
+        return _simple(context, get_images(self.task_dict[task][split][number]))
 
 
 def manifest() -> Any:
-    """What the entry point gives lmms-eval: a model called ``torino``, for conversations and for plain texts."""
+    """Return the model ``torino`` for lmms-eval's registry, for conversations and for plain texts."""
     place = f"{__name__}."
     return import_module("lmms_eval.models.registry_v2").ModelManifest(
         model_id="torino", simple_class_path=place + TorinoSimple.__name__, chat_class_path=place + TorinoChat.__name__
@@ -150,7 +151,7 @@ def manifest() -> Any:
 
 
 def _turn(message: Mapping[str, Any]) -> Turn:
-    """A message of the kit, whose pictures are under ``url``, as a turn."""
+    """Convert a message of lmms-eval, whose images are under ``url``, to a turn."""
     content = message["content"]
     parts: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
     return {
@@ -161,5 +162,5 @@ def _turn(message: Mapping[str, Any]) -> Turn:
     }
 
 
-def _simple(context: str, pictures: Sequence[Any] | None) -> list[Turn]:
-    return [{"role": "user", "content": interleaved(context, list(pictures or []))}]
+def _simple(context: str, images: Sequence[Any] | None) -> list[Turn]:
+    return [{"role": "user", "content": interleave(context, list(images or []))}]

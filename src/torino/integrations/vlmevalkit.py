@@ -1,7 +1,6 @@
-"""A model for VLMEvalKit that runs any reducer.
+"""A model for VLMEvalKit with any reducer.
 
-VLMEvalKit finds models in a table of its own, ``supported_VLM``, which :func:`register` adds to; ``docs/guests.md`` has
-the few lines that do so before the kit's ``run.py`` starts.
+VLMEvalKit lists its models in ``supported_VLM``; :func:`register_model` adds to it before ``run.py`` starts.
 """
 
 from __future__ import annotations
@@ -15,34 +14,35 @@ from typing import Any, ClassVar
 
 from torino.core.errors import BadParameter, TorinoError
 from torino.evaluation.benchmarks import LETTER, LETTER_CHINESE
-from torino.integrations.chat import ChatModel, Turn, base_of
+from torino.integrations.chat import ChatModel, base_class
+from torino.vlm.prompt import Turn
 
 PROMPTS = ("auto", "kit", "llava")
 LLAVA = ("llava", "llava_next")
-LONGEST = 512  # tokens of an answer, as for the kit's own LLaVA
+LONGEST = 512  # default length of an answer, as for the kit's own LLaVA
 DIRECTLY, DIRECTLY_CHINESE = "Answer the question directly.", "请直接回答问题。"
 
 
-Base: Any = base_of("vlmeval.vlm.base", "BaseModel")
+Base: Any = base_class("vlmeval.vlm.base", "BaseModel")
 
 
 class TorinoVLMEval(Base):
-    """Answers messages of VLMEvalKit.
+    """Answer messages of VLMEvalKit.
 
     Parameters
     ----------
     model_path : str
         Hub name or folder of the vision-language model.
     padding : {"auto", "crop", "square"}
-        ``"auto"`` pads to a square for LLaVA-1.5, as the kit's own does, and leaves other families to their processors.
+        ``"auto"`` pads to a square for LLaVA-1.5, like the kit's own model; other families use their processors.
     prompts : {"auto", "kit", "llava"}
-        Who words questions with options: the dataset (``"kit"``), or the rule of the kit's LLaVA models
-        (``"llava"``), which ``"auto"`` takes for these families. Other questions are worded by the dataset.
+        How multiple-choice questions are written: by the dataset (``"kit"``) or by the rule of the kit's LLaVA models
+        (``"llava"``), which ``"auto"`` uses for these families. Other questions are written by the dataset.
     max_new_tokens : int
-    reducer, sae, budget, clip, positions, device, dtype
+    reducer, sae, budget, clip, positions, attention, device, dtype
         As for :class:`torino.integrations.ChatModel`.
     **generation
-        ``temperature``, ``num_beams`` and the like; greedy without them.
+        ``temperature``, ``num_beams`` and so on; greedy by default.
     """
 
     INSTALL_REQ: ClassVar[bool] = False
@@ -57,7 +57,8 @@ class TorinoVLMEval(Base):
         budget: int | None = None,
         clip: str | None = None,
         padding: str = "auto",
-        positions: Any = "own",
+        positions: Any = "auto",
+        attention: Any = "auto",
         device: str = "auto",
         dtype: str | None = None,
         prompts: str = "auto",
@@ -66,15 +67,15 @@ class TorinoVLMEval(Base):
     ) -> None:
         if Base is object:
             raise TorinoError(
-                "This model is a guest of VLMEvalKit, which is not installed. Install it from its repository, or "
-                "evaluate with torino eval, which reads the same TSVs."
+                "VLMEvalKit is not installed. Install it from its repository, or evaluate with torino eval, which "
+                "reads the same TSV files."
             )
         if prompts not in PROMPTS:
             raise BadParameter(f"prompts must be {', '.join(PROMPTS)}, got {prompts!r}.")
         if padding not in ("auto", "crop", "square"):
             raise BadParameter(f"padding must be auto, crop or square, got {padding!r}.")
         super().__init__()
-        self.guest = ChatModel(
+        self.chat = ChatModel(
             model_path,
             reducer=reducer,
             sae=sae,
@@ -82,42 +83,43 @@ class TorinoVLMEval(Base):
             clip=clip,
             padding="square" if padding == "square" else "crop",
             positions=positions,
+            attention=attention,
             device=device,
             dtype=dtype,
         )
-        if padding == "auto" and self.guest.family == "llava":
-            self.guest.padding = "square"
+        if padding == "auto" and self.chat.family == "llava":
+            self.chat.vlm.padding = "square"
         self.prompts, self.max_new_tokens, self.generation = prompts, max_new_tokens, generation
 
     def generate_inner(self, message: Sequence[Mapping[str, Any]], dataset: str | None = None) -> str:
         """Answer one message: parts with ``type`` (``text`` or ``image``) and ``value``."""
-        return self.guest.answer([_talk(message)], self.max_new_tokens, **self.generation)[0]
+        return self.chat.answer([_conversation(message)], self.max_new_tokens, **self.generation)[0]
 
     def use_custom_prompt(self, dataset: str | None) -> bool:
-        """Whether questions of this dataset are worded by :meth:`build_prompt`."""
-        if dataset is None or self.prompts == "kit" or (self.prompts == "auto" and self.guest.family not in LLAVA):
+        """Return whether :meth:`build_prompt` writes the questions of this dataset."""
+        if dataset is None or self.prompts == "kit" or (self.prompts == "auto" and self.chat.family not in LLAVA):
             return False
         return import_module("vlmeval.dataset").DATASET_TYPE(dataset) == "MCQ"
 
     def build_prompt(self, line: Mapping[str, Any], dataset: str | None = None) -> list[dict[str, str]]:
-        """Word a question with options as the kit's LLaVA models do."""
+        """Write a multiple-choice question as the kit's LLaVA models do."""
         paths: list[str] = self.dump_image(line, dataset)
-        return [*({"type": "image", "value": path} for path in paths), {"type": "text", "value": worded(line)}]
+        return [*({"type": "image", "value": path} for path in paths), {"type": "text", "value": write_question(line)}]
 
 
-def worded(line: Mapping[str, Any]) -> str:
-    """Hint, question, options, and the line that asks for a letter; in Chinese where the question is.
+def write_question(line: Mapping[str, Any]) -> str:
+    """Write hint, question, options and the instruction to answer with a letter, in the question's language.
 
     Examples
     --------
-    >>> print(worded({"question": "Which is red?", "A": "sky", "B": "rose", "C": float("nan")}))
+    >>> print(write_question({"question": "Which is red?", "A": "sky", "B": "rose", "C": float("nan")}))
     Which is red?
     A. sky
     B. rose
     Answer with the option's letter from the given choices directly.
     """
-    hint = [str(line["hint"])] if _there(line.get("hint")) else []
-    options = [f"{letter}. {line[letter]}" for letter in ascii_uppercase if _there(line.get(letter))]
+    hint = [str(line["hint"])] if _is_given(line.get("hint")) else []
+    options = [f"{letter}. {line[letter]}" for letter in ascii_uppercase if _is_given(line.get(letter))]
     text = "\n".join([*hint, str(line["question"]), *options])
     chinese = re.search("[\u4e00-\u9fff]", text) is not None
     if options:
@@ -125,30 +127,30 @@ def worded(line: Mapping[str, Any]) -> str:
     return f"{text}\n{DIRECTLY_CHINESE if chinese else DIRECTLY}"
 
 
-def register(name: str, model_path: str, **options: Any) -> None:
-    """Make a model known to VLMEvalKit under a name, for ``run.py --model NAME``; it is opened when the kit runs it.
+def register_model(name: str, model_path: str, **options: Any) -> None:
+    """Add a model to VLMEvalKit under a name, for ``run.py --model NAME``; it is loaded when the kit uses it.
 
     Parameters
     ----------
     name : str
     model_path, **options
-        As for :class:`Torino`.
+        As for :class:`TorinoVLMEval`.
     """
     try:
         table: dict[str, Any] = import_module("vlmeval.config").supported_VLM
     except ImportError as error:
-        raise TorinoError(f"VLMEvalKit cannot be imported here ({error}). Install it from its repository.") from error
+        raise TorinoError(f"VLMEvalKit cannot be imported ({error}). Install it from its repository.") from error
     if name in table:
-        raise BadParameter(f"VLMEvalKit has a model called {name!r} already. Choose another name.")
+        raise BadParameter(f"VLMEvalKit already has a model called {name!r}. Choose another name.")
     table[name] = partial(TorinoVLMEval, model_path=model_path, **options)
 
 
-def _there(value: Any) -> bool:
-    """Whether a cell of a table holds anything; empty ones are not a number, which is not equal to itself."""
+def _is_given(value: Any) -> bool:
+    """Return whether a table cell has a value; empty cells are NaN, which is not equal to itself."""
     return value is not None and value == value
 
 
-def _talk(message: Sequence[Mapping[str, Any]]) -> list[Turn]:
+def _conversation(message: Sequence[Mapping[str, Any]]) -> list[Turn]:
     parts: list[dict[str, Any]] = []
     for part in message:
         kind = str(part["type"])

@@ -1,21 +1,26 @@
-"""Judging concepts: what fires a latent, how alike that is, a word for it, and pictures of all that.
+"""Interpret the latents of an SAE: top activations, monosemanticity, names, and pictures of them.
 
-:mod:`~torino.interpret.top_activations` looks at photos once; :mod:`~torino.interpret.monosemanticity` scores,
-:mod:`~torino.interpret.naming` names, :mod:`~torino.interpret.sheet` and :mod:`~torino.interpret.dashboard` draw.
+:mod:`~torino.interpret.top_activations` encodes photos once and keeps the top activations of every latent,
+:mod:`~torino.interpret.monosemanticity` scores them, :mod:`~torino.interpret.naming` names them,
+:mod:`~torino.interpret.sheet` and :mod:`~torino.interpret.dashboard` draw them.
 """
 
-from torino.interpret.monosemanticity import Monosemanticity, Scores, monosemanticity
+from torino.interpret.monosemanticity import (
+    MonosemanticityAccumulator,
+    MonosemanticityScores,
+    monosemanticity_score,
+)
 from torino.interpret.naming import ConceptName, name_concepts, save_names
-from torino.interpret.top_activations import Evidence, Looked, gather
+from torino.interpret.top_activations import PrecomputedPhotos, TopActivations, collect_top_activations
 
 __all__ = [
     "ConceptName",
-    "Evidence",
-    "Looked",
-    "Monosemanticity",
-    "Scores",
-    "gather",
-    "monosemanticity",
+    "MonosemanticityAccumulator",
+    "MonosemanticityScores",
+    "PrecomputedPhotos",
+    "TopActivations",
+    "collect_top_activations",
+    "monosemanticity_score",
     "name_concepts",
     "save_names",
 ]

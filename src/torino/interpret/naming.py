@@ -1,4 +1,4 @@
-"""Names: for each concept the words that captions use more for its photos than for the others."""
+"""Name concepts by the words that the captions of their top photos use more often than all captions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from torino.core.errors import BadParameter
-from torino.interpret.top_activations import Evidence
-from torino.sae.formats.native import seal_of, write_names
+from torino.interpret.top_activations import TopActivations
+from torino.sae.formats.native import read_digest, write_names
 
-LEAST, QUARTER = 3, 0.25  # photos that must carry a word: so many, and such a share of them
-LIFT = 1.5
-DRAWS, SURE = 400, 0.99  # a name must be surer than the best word of nearly all sets of photos drawn blindly
-NEAR = 0.8  # a second word joins the name if it is nearly as sure as the first
-_STOP = """
+MIN_PHOTOS, MIN_SHARE = 3, 0.25  # number and share of the top photos that must contain a word
+MIN_LIFT = 1.5
+RANDOM_SETS, QUANTILE = 400, 0.99  # significance threshold: this quantile of the best words of random photo sets
+SECOND_WORD_RATIO = 0.8  # a second word joins the name if its significance is this close to that of the first
+_STOP_WORDS = """
     a about above across after against all along also am among an and another any appear appears are area around as at
     away back background be because been before behind being below beside between big both bunch but by can close
     could did different do does doing down during each eight either few first five for foreground four from front full
@@ -33,8 +33,8 @@ _STOP = """
     three through to together too top toward towards two type under until up upon us use using various very view was
     way we wear wearing wears were what when where which while who whose will with within without you your
 """
-STOP = frozenset(_STOP.split())
-IRREGULAR = {
+STOP_WORDS = frozenset(_STOP_WORDS.split())
+IRREGULAR_PLURALS = {
     "men": "man",
     "women": "woman",
     "children": "child",
@@ -57,20 +57,20 @@ _WORD = re.compile(r"[^\W\d_]{2,}(?:[-'’][^\W\d_]+)*")
 
 @dataclass(frozen=True)
 class ConceptName:
-    """A word for a latent, and what speaks for it.
+    """Name of a latent and its statistics.
 
     Attributes
     ----------
     name : str
-        The most over-represented word, or two of them where both are nearly as sure.
+        The most over-represented word, or two words if both are about equally significant.
     lift : float
-        How many times more often its photos carry the first word than all photos do.
+        Share of the top photos that contain the first word, divided by the share of all photos.
     count : int
-        How many of its photos carry it.
+        Number of top photos that contain the first word.
     photos : int
-        How many photos it was named by.
+        Number of top photos with a caption.
     words : tuple of (str, float)
-        The five surest words with their lifts.
+        The five most significant words with their lifts.
     """
 
     name: str
@@ -81,146 +81,153 @@ class ConceptName:
 
 
 @dataclass(frozen=True)
-class _Word:
+class _WordScore:
     word: str
     count: int
     lift: float
-    sure: float
+    significance: float
 
 
-def name_concepts(evidence: Evidence, texts: Sequence[Sequence[str]]) -> dict[int, ConceptName]:
+def name_concepts(activations: TopActivations, texts: Sequence[Sequence[str]]) -> dict[int, ConceptName]:
     """Name the latents by the captions or labels of their top photos.
 
-    A photo carries the words that any of its texts uses. Words are ranked by how unlikely it is that as many of so
-    many photos drawn blindly carry them (the tail of the hypergeometric distribution). A name takes a word that at
-    least three and a quarter of the photos carry, with a lift of at least 1.5, and that is less likely than the best
-    word of 99 in 100 sets of photos drawn blindly: with thousands of words, some are over-represented anywhere.
-    Latents without one stay unnamed. Stop words are left out, and a plural counts as its singular where texts use
-    both. Ties go to the word that comes first in the alphabet.
+    A photo contains a word if any of its texts does. Words are ranked by the hypergeometric probability that a random
+    set of as many photos contains them at least as often. A word becomes a name if at least three and a quarter of the
+    top photos contain it, its lift is at least 1.5, and it is less probable than the best word of 99 % of random photo
+    sets: among thousands of words, some are over-represented in any set. Latents without such a word stay unnamed. Stop
+    words are ignored, and a plural counts as its singular if the texts contain both. Ties are broken alphabetically.
 
     Parameters
     ----------
-    evidence : Evidence
+    activations : TopActivations
     texts : sequence of sequences of str
-        Captions or labels of each photo of the source, in its order; empty for a photo that has none.
+        Captions or labels of each photo of the source, in its order; empty for a photo without any.
 
     Raises
     ------
     BadParameter
-        If no photo has a text, or the texts are not those of the photos.
+        If no photo has a text, or the number of texts differs from the number of photos.
     """
-    if len(texts) != len(evidence.grids):
+    if len(texts) != len(activations.grids):
         raise BadParameter(
-            f"The evidence is about {len(evidence.grids)} photos, and texts of {len(texts)} were given. "
-            "Give those of the same photos, in their order."
+            f"The top activations are of {len(activations.grids)} photos, but texts of {len(texts)} photos were given. "
+            "Give the texts of the same photos in the same order."
         )
-    spoken = _words_of(texts)
-    told = {photo: words for photo, words in enumerate(spoken) if texts[photo] and photo not in evidence.skipped}
-    if not told:
+    words = _extract_words(texts)
+    captioned = [photo for photo in range(len(texts)) if texts[photo] and photo not in activations.skipped]
+    if not captioned:
         raise BadParameter(
-            "None of these photos has a caption or label, so there are no words to name concepts by. Give data with a "
-            "column captions, caption, text or label."
+            "None of the photos has a caption or label, so concepts cannot be named. Give data with a column captions, "
+            "caption, text or label."
         )
-    words = _Words(list(told.values()))
-    place = {photo: number for number, photo in enumerate(told)}
-    named: dict[int, ConceptName] = {}
-    for latent in range(evidence.latents):
-        best = words.name([place[photo] for photo, _ in evidence.photos_of(latent) if photo in place])
-        if best is not None:
-            named[latent] = best
-    return named
+    vocabulary = _Vocabulary([words[photo] for photo in captioned])
+    position = {photo: number for number, photo in enumerate(captioned)}
+    names: dict[int, ConceptName] = {}
+    for latent in range(activations.latents):
+        top = [position[photo] for photo, _ in activations.get_photos(latent) if photo in position]
+        name = vocabulary.find_name(top)
+        if name is not None:
+            names[latent] = name
+    return names
 
 
-def save_names(folder: str | Path, names: Mapping[int, ConceptName], evidence: Evidence) -> Path:
-    """Write the names beside an SAE, as ``names.json`` in its folder, where :meth:`torino.SAE.load` finds them."""
-    listed = {latent: asdict(one) for latent, one in names.items()}
-    return write_names(Path(folder), listed, evidence.latents, seal=seal_of(Path(folder)), **evidence.about)
+def save_names(folder: str | Path, names: Mapping[int, ConceptName], activations: TopActivations) -> Path:
+    """Write the names to ``names.json`` in the folder of an SAE, where :meth:`torino.SAE.load` reads them."""
+    entries = {latent: asdict(name) for latent, name in names.items()}
+    return write_names(
+        Path(folder), entries, activations.latents, digest=read_digest(Path(folder)), **activations.metadata
+    )
 
 
-class _Words:
-    """The words of all photos, against which those of a few stand out or not."""
+class _Vocabulary:
+    """Words of all photos, the reference for the words of a subset."""
 
     def __init__(self, photos: Sequence[frozenset[str]]) -> None:
         self.photos = photos
-        self.everywhere = Counter(word for words in photos for word in words)
-        self._blind: dict[int, float] = {}
+        self.frequency = Counter(word for words in photos for word in words)
+        self._thresholds: dict[int, float] = {}
 
-    def name(self, chosen: Sequence[int]) -> ConceptName | None:
-        """The name that the words of some photos make, if they make one."""
-        if not LEAST <= len(chosen) < len(self.photos):
+    def find_name(self, subset: Sequence[int]) -> ConceptName | None:
+        """Return the name for a subset of photos, or None if no word is significant."""
+        if not MIN_PHOTOS <= len(subset) < len(self.photos):
             return None
-        least = self.blind(len(chosen))
-        ranked = [one for one in self.ranked(chosen) if one.sure > least and one.lift >= LIFT]
+        threshold = self.random_threshold(len(subset))
+        ranked = [
+            score for score in self.rank_words(subset) if score.significance > threshold and score.lift >= MIN_LIFT
+        ]
         if not ranked:
             return None
         first = ranked[0]
-        second = [one.word for one in ranked[1:2] if one.sure >= NEAR * first.sure]
+        second = [score.word for score in ranked[1:2] if score.significance >= SECOND_WORD_RATIO * first.significance]
         return ConceptName(
             name=", ".join([first.word, *second]),
             lift=round(first.lift, 3),
             count=first.count,
-            photos=len(chosen),
-            words=tuple((one.word, round(one.lift, 3)) for one in ranked[:5]),
+            photos=len(subset),
+            words=tuple((score.word, round(score.lift, 3)) for score in ranked[:5]),
         )
 
-    def ranked(self, chosen: Sequence[int]) -> list[_Word]:
-        """The words that enough of some photos carry, surest first."""
-        carried = Counter(word for photo in chosen for word in self.photos[photo])
-        least = max(LEAST, QUARTER * len(chosen))
-        found: list[_Word] = []
-        for word, count in carried.items():
-            if count >= least:
-                of = self.everywhere[word]
-                lift = count / len(chosen) * len(self.photos) / of
-                found.append(_Word(word, count, lift, _surely(count, of, len(chosen), len(self.photos))))
-        return sorted(found, key=lambda one: (-one.sure, one.word))
+    def rank_words(self, subset: Sequence[int]) -> list[_WordScore]:
+        """Return the words that enough photos of a subset contain, most significant first."""
+        counts = Counter(word for photo in subset for word in self.photos[photo])
+        minimum = max(MIN_PHOTOS, MIN_SHARE * len(subset))
+        scores: list[_WordScore] = []
+        for word, count in counts.items():
+            if count >= minimum:
+                frequency = self.frequency[word]
+                lift = count / len(subset) * len(self.photos) / frequency
+                significance = _significance(count, frequency, len(subset), len(self.photos))
+                scores.append(_WordScore(word, count, lift, significance))
+        return sorted(scores, key=lambda score: (-score.significance, score.word))
 
-    def blind(self, count: int) -> float:
-        """How sure the best word is of ``count`` photos drawn blindly, in all but one of a hundred draws."""
-        if count not in self._blind:
-            source = torch.Generator().manual_seed(count)
+    def random_threshold(self, size: int) -> float:
+        """Return the significance that only 1 % of random sets of ``size`` photos exceed with their best word."""
+        if size not in self._thresholds:
+            generator = torch.Generator().manual_seed(size)
             best: list[float] = []
-            for _ in range(DRAWS):
-                drawn: list[int] = torch.randperm(len(self.photos), generator=source)[:count].tolist()
-                best.append(max((one.sure for one in self.ranked(drawn)), default=0.0))
-            self._blind[count] = float(torch.tensor(best, dtype=torch.float64).quantile(SURE))
-        return self._blind[count]
+            for _ in range(RANDOM_SETS):
+                subset: list[int] = torch.randperm(len(self.photos), generator=generator)[:size].tolist()
+                best.append(max((score.significance for score in self.rank_words(subset)), default=0.0))
+            self._thresholds[size] = float(torch.tensor(best, dtype=torch.float64).quantile(QUANTILE))
+        return self._thresholds[size]
 
 
 @lru_cache(1 << 16)
-def _surely(count: int, of: int, photos: int, everywhere: int) -> float:
-    """How unlikely it is, as −log10, that so many of some photos drawn blindly carry a word that ``of`` carry in all.
+def _significance(count: int, frequency: int, size: int, photos: int) -> float:
+    """Return −log10 of the probability that ``count`` or more of ``size`` random photos contain a word.
+
+    ``frequency`` of all ``photos`` contain it (tail of the hypergeometric distribution).
 
     Examples
     --------
-    Of 10 photos 2 say dog; both of 2 photos do so by chance once in 45 times.
+    2 of 10 photos contain a word; the probability that 2 random photos are these two is 1 in 45.
 
-    >>> round(10 ** _surely(2, 2, 2, 10))
+    >>> round(10 ** _significance(2, 2, 2, 10))
     45
     """
-    ways = sum(comb(of, i) * comb(everywhere - of, photos - i) for i in range(count, min(of, photos) + 1))
-    return log10(comb(everywhere, photos)) - log10(ways)
+    ways = sum(comb(frequency, i) * comb(photos - frequency, size - i) for i in range(count, min(frequency, size) + 1))
+    return log10(comb(photos, size)) - log10(ways)
 
 
-def _words_of(texts: Sequence[Sequence[str]]) -> list[frozenset[str]]:
-    """For each photo, the words that its texts use; plurals as singulars."""
-    spoken = [{word for text in captions for word in _WORD.findall(text.lower())} for captions in texts]
-    known = {word for words in spoken for word in words}
-    folded = {word: _singular(word, known) for word in known}
-    return [frozenset(folded[word] for word in words if not {word, folded[word]} & STOP) for words in spoken]
+def _extract_words(texts: Sequence[Sequence[str]]) -> list[frozenset[str]]:
+    """Return the words in the texts of each photo, plurals as singulars, without stop words."""
+    words = [{word for text in captions for word in _WORD.findall(text.lower())} for captions in texts]
+    known = {word for photo_words in words for word in photo_words}
+    singular = {word: _singularize(word, known) for word in known}
+    return [frozenset(singular[w] for w in photo_words if not {w, singular[w]} & STOP_WORDS) for photo_words in words]
 
 
-def _singular(word: str, known: set[str]) -> str:
-    """The singular of an English plural, if captions use it too.
+def _singularize(word: str, known: set[str]) -> str:
+    """Return the singular of an English plural if it is a known word, otherwise the word.
 
     Examples
     --------
-    >>> [_singular(word, {"dog", "bus", "baby", "glass"}) for word in ("dogs", "buses", "babies", "glass", "cats")]
+    >>> [_singularize(word, {"dog", "bus", "baby", "glass"}) for word in ("dogs", "buses", "babies", "glass", "cats")]
     ['dog', 'bus', 'baby', 'glass', 'cats']
     """
-    if word in IRREGULAR:
-        return IRREGULAR[word]
-    for ending, instead in (("s", ""), ("es", ""), ("ies", "y")):
-        if word.endswith(ending) and not word.endswith("ss") and word[: -len(ending)] + instead in known:
-            return word[: -len(ending)] + instead
+    if word in IRREGULAR_PLURALS:
+        return IRREGULAR_PLURALS[word]
+    for ending, replacement in (("s", ""), ("es", ""), ("ies", "y")):
+        if word.endswith(ending) and not word.endswith("ss") and word[: -len(ending)] + replacement in known:
+            return word[: -len(ending)] + replacement
     return word

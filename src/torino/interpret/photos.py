@@ -1,4 +1,4 @@
-"""Looking at photos with a tower, to judge concepts by them: tokens, embeddings, and what the tower saw."""
+"""Read and encode photos with a vision tower, to collect top activations."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from PIL import Image
 
 from torino.core.errors import BadFile, BadParameter, TorinoError
 from torino.core.tokens import VisualTokens
-from torino.datasets import Gone, printable
-from torino.datasets.images import Padding, as_seen, mean_colour, open_image, prepare
-from torino.interpret.top_activations import View, embedding_of
-from torino.training.activations.extraction import hash_of_tower
+from torino.datasets import SourceUnavailable, escape_surrogates
+from torino.datasets.images import Padding, as_seen, mean_color, open_image, prepare
+from torino.interpret.top_activations import EncodedPhoto, image_embedding
+from torino.training.activations.extraction import hash_tower
 from torino.vlm.towers import Tower
 
 
-class PhotoReader(Protocol):
-    """What :func:`torino.datasets.open_photos` gives."""
+class PhotoSource(Protocol):
+    """The part of :class:`torino.datasets.Photos` that is used here."""
 
     fingerprint: str
     describe: str
@@ -25,100 +25,101 @@ class PhotoReader(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class Looking:
-    """Photos, looked at as they are asked for.
+class PhotoReader:
+    """Read photos and encode them on demand.
 
     Parameters
     ----------
-    photos : PhotoReader
+    photos : PhotoSource
+        For example from :func:`torino.datasets.open_photos`.
     tower : Tower
-        The one whose tokens the SAE reads.
-    judge : Tower, optional
-        The one that says how alike photos are, by its CLS token or the mean of its patches. By default the tower
-        itself, which costs nothing more; an independent judge is fairer, as it cannot share the tower's blind spots.
+        The tower whose tokens the SAE reads.
+    embedder : Tower, optional
+        The tower whose CLS token, or mean of patches, measures the similarity of photos. By default ``tower``, at no
+        extra cost. Another tower gives a fairer score, because it does not share the errors of ``tower``.
     padding : {"crop", "square"}
         See :func:`torino.datasets.images.prepare`.
     """
 
     def __init__(
-        self, photos: PhotoReader, tower: Tower, judge: Tower | None = None, *, padding: Padding = "crop"
+        self, photos: PhotoSource, tower: Tower, embedder: Tower | None = None, *, padding: Padding = "crop"
     ) -> None:
         if not len(photos):
-            raise BadParameter("There are no photos to look at. Give a folder or file that has some.")
-        self.photos, self.tower, self.judge = photos, tower, judge
+            raise BadParameter("There are no photos to read. Give a folder or file that contains some.")
+        self.photos, self.tower, self.embedder = photos, tower, embedder
         self.padding: Padding = padding
 
     @property
-    def about(self) -> dict[str, str]:
-        """Which photos, tower and judge these are."""
-        judge = self.judge or self.tower
+    def metadata(self) -> dict[str, str]:
+        """Identification of photos, tower and embedding."""
+        embedder = self.embedder or self.tower
         return {
             "photos": self.photos.describe,
             "fingerprint": self.photos.fingerprint,
             "tower": str(self.tower.origin),
-            "weights": " ".join(hash_of_tower(tower) for tower in (self.tower, self.judge) if tower is not None),
+            "weights": " ".join(hash_tower(tower) for tower in (self.tower, self.embedder) if tower is not None),
             "padding": self.padding,
-            "judge": f"{'CLS token' if judge.has_cls else 'mean of patches'} of {judge.origin}",
+            "embedding": f"{'CLS token' if embedder.has_cls else 'mean of patches'} of {embedder.origin}",
         }
 
     def __len__(self) -> int:
         """Return the number of photos."""
         return len(self.photos)
 
-    def views(self, start: int, stop: int) -> list[View | str]:
-        """Look at photos ``start`` to ``stop``; one that cannot be used gives the sentence that says why."""
-        seen: list[View | str] = []
+    def read(self, start: int, stop: int) -> list[EncodedPhoto | str]:
+        """Encode photos ``start`` to ``stop``; a photo that cannot be read becomes a sentence with the reason."""
+        results: list[EncodedPhoto | str] = []
         opened: list[tuple[int, Image.Image]] = []
-        for place, index in enumerate(range(start, min(stop, len(self)))):
+        for position, index in enumerate(range(start, min(stop, len(self)))):
             try:
-                opened.append((place, self._prepared(index)))
-                seen.append("")
-            except Gone:  # not the fault of this photo, nor of those after it
+                opened.append((position, self._prepare(index)))
+                results.append("")
+            except SourceUnavailable:  # concerns all photos
                 raise
             except BadFile as error:
-                seen.append(printable(str(error)))
-            except OSError as error:  # of a caption beside it
-                seen.append(f"Photo {index} cannot be read: {error.strerror or error}.")
+                results.append(escape_surrogates(str(error)))
+            except OSError as error:  # for example of its caption file
+                results.append(f"Photo {index} cannot be read: {error.strerror or error}.")
         try:
-            views: list[View | str] = [*self._views([picture for _, picture in opened])]
-        except TorinoError:  # which of them was it?
-            views = [self._alone(picture) for _, picture in opened]
-        for (place, _), view in zip(opened, views, strict=True):
-            seen[place] = view
-        return seen
+            encoded: list[EncodedPhoto | str] = [*self._encode([picture for _, picture in opened])]
+        except TorinoError:  # encode one by one to find the photo that caused it
+            encoded = [self._encode_single(picture) for _, picture in opened]
+        for (position, _), photo in zip(opened, encoded, strict=True):
+            results[position] = photo
+        return results
 
-    def _views(self, pictures: list[Image.Image]) -> list[View]:
-        tokens = self._look(self.tower, pictures)
-        embeddings = tokens if self.judge is None else self._look(self.judge, pictures)
-        return [View(mine, embedding_of(theirs)) for mine, theirs in zip(tokens, embeddings, strict=True)]
+    def _encode(self, pictures: list[Image.Image]) -> list[EncodedPhoto]:
+        tokens = self._run_tower(self.tower, pictures)
+        embedded = tokens if self.embedder is None else self._run_tower(self.embedder, pictures)
+        return [EncodedPhoto(image, image_embedding(other)) for image, other in zip(tokens, embedded, strict=True)]
 
-    def _alone(self, picture: Image.Image) -> View | str:
+    def _encode_single(self, picture: Image.Image) -> EncodedPhoto | str:
         try:
-            return self._views([picture])[0]
+            return self._encode([picture])[0]
         except TorinoError as error:
             return str(error)
 
     @staticmethod
-    def _look(tower: Tower, pictures: list[Image.Image]) -> list[VisualTokens]:
-        return tower.look(pictures, batch=len(pictures)) if pictures else []
+    def _run_tower(tower: Tower, pictures: list[Image.Image]) -> list[VisualTokens]:
+        return tower.encode(pictures, batch=len(pictures)) if pictures else []
 
-    def picture(self, index: int) -> Image.Image:
-        """A photo as the tower sees it, scaled and cropped."""
-        picture = self._prepared(index)
+    def get_picture(self, index: int) -> Image.Image:
+        """Return a photo as the tower sees it, scaled and cropped."""
+        picture = self._prepare(index)
         inputs = self.tower.processor(images=[picture], return_tensors="pt")
         return as_seen(inputs, self.tower.processor, [picture])[0]
 
-    def texts(self) -> list[tuple[str, ...]]:
-        """Captions or labels of all photos; empty tuples where there are none."""
-        said: list[tuple[str, ...]] = []
+    def get_texts(self) -> list[tuple[str, ...]]:
+        """Return the captions or labels of all photos; an empty tuple for a photo without any."""
+        texts: list[tuple[str, ...]] = []
         for index in range(len(self)):
             try:
-                said.append(tuple(self.photos[index].texts))
-            except Gone:
+                texts.append(tuple(self.photos[index].texts))
+            except SourceUnavailable:
                 raise
-            except (BadFile, OSError):  # listed when it was looked at
-                said.append(())
-        return said
+            except (BadFile, OSError):  # reported by read
+                texts.append(())
+        return texts
 
-    def _prepared(self, index: int) -> Image.Image:
-        return prepare(open_image(self.photos[index].data), self.padding, mean_colour(self.tower.processor))
+    def _prepare(self, index: int) -> Image.Image:
+        return prepare(open_image(self.photos[index].data), self.padding, mean_color(self.tower.processor))

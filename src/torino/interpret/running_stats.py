@@ -1,4 +1,4 @@
-"""Tally: sums over photos and the strongest photos of every latent, in memory that does not grow with the photos."""
+"""Running statistics: activation counts and top photos of every latent, in memory independent of the photo count."""
 
 from __future__ import annotations
 
@@ -9,104 +9,113 @@ from torch import Tensor
 
 from torino.sae.model import SAE
 
-ROOM = 1 << 24  # dense activations worked out at a time: 64 MB
-WAITING = 1 << 20  # entries that may wait before the weaker ones are dropped
+MAX_DENSE = 1 << 24  # dense activations computed at a time: 64 MB
+MAX_PENDING = 1 << 20  # new entries that are stored before the weaker ones are dropped
 
 
 @torch.no_grad()
-def active(sae: SAE, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The latents that fire: patch, latent and activation of each, by patch and then latent, on the CPU."""
-    rows = max(1, ROOM // sae.latents)
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+def encode_active(sae: SAE, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return patch, latent and value of every nonzero activation, sorted by patch and then latent, on the CPU."""
+    rows = max(1, MAX_DENSE // sae.latents)
+    chunks: list[tuple[Tensor, Tensor, Tensor]] = []
     for start in range(0, len(patches), rows):
         z = sae.encode(patches[start : start + rows].to(sae.W_enc.device))
         patch, latent = z.nonzero(as_tuple=True)
-        found.append(((patch + start).cpu(), latent.cpu(), z[patch, latent].float().cpu()))
-    patch, latent, value = (torch.cat(parts) for parts in zip(*found, strict=True))
+        chunks.append(((patch + start).cpu(), latent.cpu(), z[patch, latent].float().cpu()))
+    patch, latent, value = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return patch, latent, value
 
 
 class RunningStats:
-    """How often and how strongly each latent fired, and the photos that fired it most, with all their patches."""
+    """Count activations of each latent and keep the photos with the largest ones, with all their active patches.
+
+    Parameters
+    ----------
+    latents : int
+    keep : int
+        Photos kept per latent.
+    photos : int
+        Total number of photos; indices are smaller.
+    """
 
     def __init__(self, latents: int, keep: int, photos: int) -> None:
-        self._latents, self._keep, self._of = latents, keep, photos
+        self._latents, self._keep, self._max_photos = latents, keep, photos
         self.photos = torch.zeros((), dtype=torch.int64)
         self.patches = torch.zeros((), dtype=torch.int64)
-        self.fired_patches = torch.zeros(latents, dtype=torch.int64)
-        self.fired_photos = torch.zeros(latents, dtype=torch.int64)
-        self.total = torch.zeros(latents, dtype=torch.float64)
-        self.peak = torch.zeros(latents)
-        self.floor = torch.zeros(latents)  # a photo has to exceed it to be among the strongest
+        self.active_patches = torch.zeros(latents, dtype=torch.int64)
+        self.active_photos = torch.zeros(latents, dtype=torch.int64)
+        self.activation_sum = torch.zeros(latents, dtype=torch.float64)
+        self.max_activation = torch.zeros(latents)
+        self.floor = torch.zeros(latents)  # a photo must exceed it to be among the top photos
         empty = torch.zeros(0, dtype=torch.int64)
         self._entries: list[tuple[Tensor, ...]] = [(empty, empty, empty, torch.zeros(0))]
-        self._waiting = 0
+        self._pending = 0
 
-    def add(self, photo: int, patches: int, patch: Tensor, latent: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in one photo; the sum and the largest of the activations of each latent in it come back.
+    def update(self, photo: int, patches: int, patch: Tensor, latent: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a photo; return the sum and the maximum of the activations of each latent in it.
 
-        Photos come in rising order, so that of equals the earlier one stays.
+        Photos must be added in ascending order, so that the earlier one is kept if two are equal.
         """
         counts = torch.bincount(latent, minlength=self._latents)
         sums = torch.bincount(latent, value.double(), minlength=self._latents).double()
-        peaks = torch.zeros(self._latents).scatter_reduce(0, latent, value, "amax")
+        maxima = torch.zeros(self._latents).scatter_reduce(0, latent, value, "amax")
         self.photos += 1
         self.patches += patches
-        self.fired_patches += counts
-        self.fired_photos += counts > 0
-        self.total += sums
-        self.peak = torch.maximum(self.peak, peaks)
-        strong = (peaks > self.floor)[latent]
+        self.active_patches += counts
+        self.active_photos += counts > 0
+        self.activation_sum += sums
+        self.max_activation = torch.maximum(self.max_activation, maxima)
+        strong = (maxima > self.floor)[latent]
         self._entries.append((latent[strong], torch.full_like(latent[strong], photo), patch[strong], value[strong]))
-        self._waiting += int(strong.sum())
-        if self._waiting > max(WAITING, len(self._entries[0][0])):
-            self._drop()
-        return sums, peaks
+        self._pending += int(strong.sum())
+        if self._pending > max(MAX_PENDING, len(self._entries[0][0])):
+            self._prune()
+        return sums, maxima
 
-    def _drop(self) -> None:
-        """Keep the strongest photos of each latent; entries end up by latent, then strength of photo, then patch."""
+    def _prune(self) -> None:
+        """Keep the top photos of each latent; sort the entries by latent, rank of the photo, and patch."""
         latent, photo, patch, value = (torch.cat(parts) for parts in zip(*self._entries, strict=True))
-        key, group = torch.unique(latent * self._of + photo, return_inverse=True)
-        peaks = torch.zeros(len(key)).scatter_reduce(0, group, value, "amax")
-        owner = key // self._of
-        order = (-peaks).argsort(stable=True)  # keys rise, so equals stay in the order of their photos
+        key, group = torch.unique(latent * self._max_photos + photo, return_inverse=True)
+        maxima = torch.zeros(len(key)).scatter_reduce(0, group, value, "amax")
+        owner = key // self._max_photos
+        order = (-maxima).argsort(stable=True)  # keys ascend, so equal photos stay in their order
         order = order[owner[order].argsort(stable=True)]
         first = torch.searchsorted(owner[order], torch.arange(self._latents))
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order)) - first[owner[order]]
         last = rank == self._keep - 1
-        self.floor[owner[last]] = peaks[last]
+        self.floor[owner[last]] = maxima[last]
         kept = rank[group] < self._keep
         latent, photo, patch, value, rank = (part[kept] for part in (latent, photo, patch, value, rank[group]))
         order = patch.argsort(stable=True)
         order = order[(latent * self._keep + rank)[order].argsort(stable=True)]
         self._entries = [(latent[order], photo[order], patch[order], value[order])]
-        self._waiting = 0
+        self._pending = 0
 
-    def result(self) -> dict[str, Any]:
-        """The fields of an :class:`~torino.interpret.top_activations.Evidence` that are counted here."""
-        self._drop()
+    def compute(self) -> dict[str, Any]:
+        """Return the fields of a :class:`~torino.interpret.top_activations.TopActivations` that are counted here."""
+        self._prune()
         latent, photo, patch, value = self._entries[0]
-        # a new photo of a latent begins where either changes; they are already in the order of their ranks
-        fresh = torch.ones(len(latent), dtype=torch.bool)
-        fresh[1:] = (latent[1:] != latent[:-1]) | (photo[1:] != photo[:-1])
-        begin = fresh.nonzero()[:, 0]
-        owner = latent[begin]
-        rank = torch.arange(len(begin)) - torch.searchsorted(owner, torch.arange(self._latents))[owner]
+        # a new (latent, photo) pair begins where either changes; the pairs are sorted by rank already
+        is_first = torch.ones(len(latent), dtype=torch.bool)
+        is_first[1:] = (latent[1:] != latent[:-1]) | (photo[1:] != photo[:-1])
+        first = is_first.nonzero()[:, 0]
+        owner = latent[first]
+        rank = torch.arange(len(first)) - torch.searchsorted(owner, torch.arange(self._latents))[owner]
         top_photos = torch.full((self._latents, self._keep), -1)
         top_values = torch.zeros(self._latents, self._keep)
-        top_photos[owner, rank] = photo[begin]
-        group = fresh.cumsum(0) - 1
-        top_values[owner, rank] = torch.zeros(len(begin)).scatter_reduce(0, group, value, "amax")
+        top_photos[owner, rank] = photo[first]
+        group = is_first.cumsum(0) - 1
+        top_values[owner, rank] = torch.zeros(len(first)).scatter_reduce(0, group, value, "amax")
         sizes = torch.zeros(self._latents * self._keep, dtype=torch.int64)
-        sizes[owner * self._keep + rank] = torch.bincount(group, minlength=len(begin))
+        sizes[owner * self._keep + rank] = torch.bincount(group, minlength=len(first))
         return {
             "photos": int(self.photos),
             "patches": int(self.patches),
-            "fired_patches": self.fired_patches,
-            "fired_photos": self.fired_photos,
-            "total": self.total,
-            "peak": self.peak,
+            "active_patches": self.active_patches,
+            "active_photos": self.active_photos,
+            "activation_sum": self.activation_sum,
+            "max_activation": self.max_activation,
             "top_photos": top_photos,
             "top_values": top_values,
             "offsets": torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]),
@@ -114,15 +123,15 @@ class RunningStats:
             "map_values": value,
         }
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything needed to go on later."""
-        self._drop()
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return everything that is needed to continue later."""
+        self._prune()
         sums = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         names = ("entry_latent", "entry_photo", "entry_patch", "entry_value")
         return {**sums, **dict(zip(names, self._entries[0], strict=True))}
 
-    def take_up(self, state: dict[str, Tensor]) -> None:
-        """Go on from a :meth:`state`."""
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from a :meth:`state_dict`."""
         for name, value in list(vars(self).items()):
             if isinstance(value, Tensor):
                 setattr(self, name, state[name])

@@ -1,4 +1,4 @@
-"""Reducers: one method, one file, one class. This is the registry that finds them by name."""
+"""Token reduction methods, one file per method, and the registry that finds them by name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torino.reducers.gtp_tower import GTPTower
 from torino.reducers.hiprune import HiPrune
 from torino.reducers.hired import FasterVLM, HiRED
 from torino.reducers.in_tower import InTowerReducer, TowerReducer, TowerState, as_in_tower
+from torino.reducers.keep_share import KeepShare
 from torino.reducers.prumerge import PruMerge
 from torino.reducers.prumerge_plus import PruMergePlus
 from torino.reducers.prunesid import PruneSID
@@ -21,7 +22,6 @@ from torino.reducers.scts import SCTS
 from torino.reducers.tome import ToMe
 from torino.reducers.tome_tower import ToMeTower
 from torino.reducers.torino import TorinoMerge, TorinoPrune
-from torino.reducers.torino_steps import TorinoSteps
 from torino.reducers.torino_x import TorinoX
 from torino.reducers.visionzip import VisionZip
 from torino.reducers.vispruner import VisPruner
@@ -38,6 +38,7 @@ __all__ = [
     "HiPrune",
     "HiRED",
     "InTowerReducer",
+    "KeepShare",
     "PositionMode",
     "PruMerge",
     "PruMergePlus",
@@ -49,7 +50,6 @@ __all__ = [
     "ToMeTower",
     "TorinoMerge",
     "TorinoPrune",
-    "TorinoSteps",
     "TorinoX",
     "TowerReducer",
     "TowerState",

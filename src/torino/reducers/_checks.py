@@ -1,4 +1,4 @@
-"""What reducers check before they plan, and the sentences they say when it does not hold."""
+"""Validation of hyperparameters and signals, shared by the reducers."""
 
 from __future__ import annotations
 
@@ -13,53 +13,67 @@ from torino.core.errors import BadParameter, BadTokens, UnmetBudget
 from torino.core.tokens import VisualTokens
 
 
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse anything but a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadParameter(f"{name} must be a whole number of at least {least}, got {value!r}.")
+def check_count(name: str, value: object, minimum: int = 1) -> None:
+    """Raise BadParameter unless the value is a whole number of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise BadParameter(f"{name} must be a whole number of at least {minimum}, got {value!r}.")
 
 
-def check_number(name: str, value: object, least: float = 0.0) -> None:
-    """Refuse anything but a finite number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= sys.float_info.max:
-        raise BadParameter(f"{name} must be a finite number of at least {least:g}, got {value!r}.")
+def check_number(name: str, value: object, minimum: float = 0.0) -> None:
+    """Raise BadParameter unless the value is a finite number of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= sys.float_info.max:
+        raise BadParameter(f"{name} must be a finite number of at least {minimum:g}, got {value!r}.")
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raise BadParameter unless the value is an integer."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadParameter(f"{name} must be a whole number, got {value!r}.")
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
-    """Refuse anything but one of the values of a ``Literal``."""
+    """Raise BadParameter unless the value is one of a ``Literal``."""
     if value not in get_args(choices):
         raise BadParameter(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}.")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse anything but True and False."""
+    """Raise BadParameter unless the value is True or False."""
     if not isinstance(value, bool):
         raise BadParameter(f"{name} must be True or False, got {value!r}.")
 
 
 def check_encoder(value: object) -> None:
-    """Refuse anything that does not turn tokens into concepts, the class of an encoder included."""
+    """Raise BadParameter unless the value is a concept encoder (an instance, not a class)."""
     if isinstance(value, type) or not isinstance(value, ConceptEncoder):
         raise BadParameter(f"sae must be an SAE or RawEmbedding(), got {value!r:.60}.")
 
 
-def unmet(reducer: str, budget: int, most: int, why: str) -> UnmetBudget:
-    """Build the error for a budget that an image is too small for."""
-    return UnmetBudget(f"{reducer} cannot give {budget} tokens for this image: {why} make {most} at most. Lower it.")
+def check_finite(values: Tensor, label: str) -> None:
+    """Raise BadTokens if values of a tower hold NaN or infinity, for example after an overflow."""
+    if not bool(torch.isfinite(values).all()):
+        raise BadTokens(f"{label} hold NaN or infinite values. Run the tower in float32 or bfloat16.")
+
+
+def budget_error(reducer: str, budget: int, available: int, unit: str = "patches") -> UnmetBudget:
+    """Return the error for a budget that exceeds the number of tokens an image can give."""
+    return UnmetBudget(
+        f"{reducer} cannot give {budget} tokens: the image has only {available} {unit}. Lower the budget."
+    )
 
 
 def read_signal(
-    tokens: VisualTokens, name: str, wanted_by: str, shape: tuple[int | None, ...], *, check: bool = True
+    tokens: VisualTokens, name: str, reducer: str, shape: tuple[int | None, ...], *, check: bool = True
 ) -> Tensor:
-    """Return a signal of the wanted shape, where None stands for any size, or say what is wrong with it.
+    """Return a signal and check its shape, in which None stands for any size.
 
-    ``check=False`` leaves it to the caller to look for NaN in what comes of a large one.
+    With ``check=False`` the values are not tested for NaN; the caller tests what it computes from them.
     """
-    value = tokens.signal(name, wanted_by).detach()
+    value = tokens.signal(name, reducer).detach()
     fits = value.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, value.shape, strict=True))
     if not fits:
-        wanted = " x ".join("any" if size is None else str(size) for size in shape)
-        raise BadTokens(f"{wanted_by} reads {name} of shape ({wanted}), got {tuple(value.shape)}.")
+        expected = " x ".join("any" if size is None else str(size) for size in shape)
+        raise BadTokens(f"{reducer} needs {name} of shape ({expected}), got {tuple(value.shape)}.")
     if check and not bool(torch.isfinite(value).all()):
         raise BadTokens(f"{name} holds NaN or infinite values. Run the encoder in float32 or bfloat16.")
     return value

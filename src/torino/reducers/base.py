@@ -1,4 +1,4 @@
-"""What every reducer is, and the registry: ``register``, ``make``, ``names``."""
+"""Base class of all reducers and the registry: ``register``, ``make``, ``list_reducers``, ``describe``."""
 
 from __future__ import annotations
 
@@ -16,97 +16,104 @@ from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
 
 PositionMode = Literal["compact", "original"]
+Order = Literal["raster", "native"]
+Fidelity = Literal["released", "paper"]
+Space = Literal["features", "projected"]
+MAX_SPEC_LENGTH = 2000  # longer arguments could exhaust the parser
 
 
 class Reducer(ABC):
-    """A method that reduces the visual tokens of an image: a frozen dataclass of its hyperparameters.
+    """Base class of a method that reduces the visual tokens of an image.
 
-    Write :meth:`plan`. Override :meth:`plan_batch` where all images can be planned at once.
+    Subclasses are frozen dataclasses whose fields are the hyperparameters. Implement :meth:`plan`. Override
+    :meth:`plan_batch` if several images can be planned at once.
     """
 
     name: ClassVar[str] = ""
-    """Its name in the registry."""
+    """Name in the registry."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Signals beyond the patches that it reads: ``"cls"``, ``"cls_attention"``, ``"keys"``."""
+    """Signals beyond the patches that the method reads, for example ``"cls"``, ``"cls_attention"``, ``"keys"``."""
     view_needs: ClassVar[frozenset[str]] = frozenset()
-    """Further signals that :meth:`plan_views` reads."""
+    """Additional signals that :meth:`plan_views` reads."""
     shares_views: ClassVar[bool] = False
-    """Whether its budget is one for all views of an image, which :meth:`plan_views` shares out, not one for each."""
-    inside: ClassVar[bool] = False
-    """Whether it works inside a tower and ``needs`` signals of its blocks, see :mod:`torino.reducers.in_tower`."""
+    """Whether all views of an image share one budget (see :meth:`plan_views`) instead of having one each."""
+    in_tower: ClassVar[bool] = False
+    """Whether the method works inside a tower and ``needs`` signals of its blocks, see :mod:`torino.reducers.in_tower`.
+    """
     always_shown: ClassVar[tuple[str, ...]] = ()
-    """Hyperparameters that its spec list_reducers even at their defaults."""
+    """Hyperparameters that the spec includes even if they have their default values."""
     emits_cls: ClassVar[bool] = False
-    """Whether the CLS token is among its output, and so counts in its budget."""
+    """Whether the output includes the CLS token, which then counts towards the budget."""
     paper: ClassVar[str] = ""
-    """Where the method comes from."""
+    """Publication of the method."""
     merges: ClassVar[bool] = False
-    """Whether its output tokens are sums of patches."""
+    """Whether output tokens are weighted sums of patches."""
     adaptive: ClassVar[bool] = False
-    """Whether it can let the image decide how many tokens stay."""
+    """Whether the number of output tokens can depend on the image."""
     ablation: ClassVar[bool] = False
-    """Whether it is there to take another method apart, and stays out of comparisons of all."""
+    """Whether the method exists only for ablations. Comparisons of all methods leave it out."""
     cost: ClassVar[str] = ""
-    """How its work grows, with the letters of docs/notation.md."""
-    original_licence: ClassVar[str] = ""
-    """Licence of the authors' own code, which is not used here."""
+    """Computational complexity, in the symbols of the documentation."""
+    original_license: ClassVar[str] = ""
+    """License of the authors' code, which is not used here."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """See that plans are asked for of tokens, whoever writes the method."""
+        """Wrap ``plan`` of every subclass so that it checks the type of its argument."""
         super().__init_subclass__(**options)
         plan = cls.__dict__.get("plan")
         if plan is not None and not getattr(plan, "__isabstractmethod__", False):
-            type.__setattr__(cls, "plan", _of_tokens(plan))
+            type.__setattr__(cls, "plan", _with_type_check(plan))
 
     @abstractmethod
     def plan(self, tokens: VisualTokens) -> Reduction:
-        """Decide what becomes of the tokens of one image."""
+        """Plan the reduction of one image."""
 
     def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
-        """Decide for several images; each is planned as if it were alone."""
+        """Plan several images. By default each image is planned independently."""
         return ReductionBatch.of([self.plan(tokens) for tokens in images])
 
     def plan_views(
         self, base: VisualTokens, tiles: Sequence[VisualTokens | None], layout: tuple[int, int]
     ) -> ReductionBatch:
-        """Decide for one image that is seen whole and in tiles; by default each view is an image of its own.
+        """Plan one image that is given as a base view and tiles. By default each view is planned independently.
 
         Parameters
         ----------
         base : VisualTokens
-            The view of the whole image.
+            View of the whole image.
         tiles : sequence of VisualTokens or None
-            Tiles row by row; None for one that shows nothing of the image. May be empty.
+            Tiles in row-major order; None for a tile that shows nothing of the image. May be empty.
         layout : (int, int)
             Rows and columns of tiles.
 
         Returns
         -------
         ReductionBatch
-            The reduction of the base view, then those of the tiles that there are; any but all may keep no token.
+            Reduction of the base view, followed by those of the tiles that are not None. Some of them, but not all,
+            may keep no token.
         """
         return self.plan_batch([base, *(tile for tile in tiles if tile is not None)])
 
     @property
     def position_mode(self) -> PositionMode:
-        """How its tokens are numbered in the prompt: anew, as most methods do it, or by the places they had."""
+        """Position ids of the tokens in the prompt: consecutive (default), or those of the original patches."""
         return "compact"
 
     @property
     def proportional_attention(self) -> bool:
-        """Whether its tokens are attended to as all the patches they stand for: not so, as most methods have it."""
+        """Whether to use proportional attention (default: False)."""
         return False
 
     @property
     def shares_batch(self) -> bool:
-        """Whether images that are planned together share one budget, so that a plan depends on its neighbours."""
+        """Whether images that are planned together share one budget, so that a plan depends on the batch."""
         return False
 
     @property
     def spec(self) -> str:
-        """Name and hyperparameters as text that :func:`make` reads back; objects such as the SAE are left out."""
+        """Name and hyperparameters in the syntax of :func:`make`. Objects such as the SAE are left out."""
         shown = [
-            f"{field.name}={_text(getattr(self, field.name))}"
+            f"{field.name}={_format_value(getattr(self, field.name))}"
             for field in _plain_fields(self)
             if field.name in self.always_shown or getattr(self, field.name) != field.default
         ]
@@ -117,37 +124,37 @@ class Reducer(ABC):
         return self.spec
 
 
-def _text(value: object) -> str:
-    # numpy's floats have a spelling of their own, which make does not read
+def _format_value(value: object) -> str:
+    # the repr of numpy floats ("np.float64(0.5)") cannot be parsed by make
     return repr(float(value)) if isinstance(value, float) else repr(value)
 
 
-def _of_tokens(plan: Callable[[Any, VisualTokens], Reduction]) -> Callable[[Any, VisualTokens], Reduction]:
+def _with_type_check(plan: Callable[[Any, VisualTokens], Reduction]) -> Callable[[Any, VisualTokens], Reduction]:
     @wraps(plan)
-    def checked(self: Any, tokens: VisualTokens) -> Reduction:
-        if not isinstance(tokens, VisualTokens):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check
+    def checked_plan(self: Any, tokens: VisualTokens) -> Reduction:
+        if not isinstance(tokens, VisualTokens):  # pyright: ignore[reportUnnecessaryIsInstance]: untyped callers
             raise BadTokens(
-                f"plan takes the VisualTokens of one image, got {type(tokens).__name__}. Of a matrix of patches make "
-                "them with VisualTokens(patches, grid=(rows, columns)); for several images there is plan_batch."
+                f"plan takes the VisualTokens of one image, got {type(tokens).__name__}. Wrap a matrix of patches as "
+                "VisualTokens(patches, grid=(rows, columns)); for several images use plan_batch."
             )
         return plan(self, tokens)
 
-    return checked
+    return checked_plan
 
 
-Class = TypeVar("Class", bound=type[Reducer])
+ReducerClass = TypeVar("ReducerClass", bound=type[Reducer])
 _registry: dict[str, type[Reducer]] = {}
 
 
-def register(name: str) -> Callable[[Class], Class]:
-    """Give a reducer class its name. A name can be taken once."""
+def register(name: str) -> Callable[[ReducerClass], ReducerClass]:
+    """Return a class decorator that registers a reducer under a unique name."""
 
-    def add(cls: Class) -> Class:
+    def add(cls: ReducerClass) -> ReducerClass:
         known = _registry.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise BadParameter(f"A reducer called {name!r} is registered already: {_registry[name].__qualname__}.")
+            raise BadParameter(f"The reducer name {name!r} is already registered by {known.__qualname__}.")
         cls.name = name
-        type.__setattr__(cls, "__repr__", Reducer.__repr__)  # a dataclass writes its own, with the whole SAE in it
+        type.__setattr__(cls, "__repr__", Reducer.__repr__)  # the repr of a dataclass would include the whole SAE
         _registry[name] = cls
         return cls
 
@@ -155,19 +162,19 @@ def register(name: str) -> Callable[[Class], Class]:
 
 
 def list_reducers() -> list[str]:
-    """Names of all registered reducers, sorted."""
+    """Return the names of all registered reducers, sorted."""
     return sorted(_registry)
 
 
 def get(name: str) -> type[Reducer]:
-    """Return the class of a registered name."""
+    """Return the class of a registered reducer."""
     if name not in _registry:
         raise unknown_name("reducer", name, list_reducers())
     return _registry[name]
 
 
 def make(spec: str, **parameters: Any) -> Reducer:
-    """Build a reducer from its name or spec; keyword arguments add to the spec and overrule it.
+    """Build a reducer from a name or spec. Keyword arguments are added to the spec and override it.
 
     Examples
     --------
@@ -175,7 +182,7 @@ def make(spec: str, **parameters: Any) -> Reducer:
     >>> make("torino-m(k=3, delta=2)", sae=RawEmbedding())
     torino-m(k=3, delta=2)
     """
-    name, values = _parse(spec)
+    name, values = parse_spec(spec)
     cls = get(name)
     values |= parameters
     accepted = [field.name for field in _fields(cls) if field.init]
@@ -191,19 +198,19 @@ def make(spec: str, **parameters: Any) -> Reducer:
 
 
 def describe(name: str) -> dict[str, str]:
-    """One line about a registered reducer, for lists: its summary, hyperparameters and needs."""
+    """Return a summary of a registered reducer, one line of text per entry."""
     cls = get(name)
-    plain = [field for field in _fields(cls) if field.default is not MISSING]
+    with_default = [field for field in _fields(cls) if field.default is not MISSING]
     return {
         "name": name,
         "summary": (getdoc(cls) or "").split("\n")[0],
-        "parameters": ", ".join(f"{field.name}={field.default!r}" for field in plain),
-        "needs": (", ".join(sorted(cls.needs)) or "patches only") + (", in every block" if cls.inside else ""),
+        "parameters": ", ".join(f"{field.name}={field.default!r}" for field in with_default),
+        "needs": (", ".join(sorted(cls.needs)) or "patches only") + (", in every block" if cls.in_tower else ""),
         "length": "adaptive or fixed" if cls.adaptive else "fixed",
         "output": "merges" if cls.merges else "prunes",
         "cost": cls.cost,
         "paper": cls.paper,
-        "original_licence": cls.original_licence,
+        "original_license": cls.original_license,
     }
 
 
@@ -216,20 +223,27 @@ def _plain_fields(reducer: Reducer) -> list[Field[Any]]:
     return [field for field in _fields(reducer) if isinstance(getattr(reducer, field.name), plain)]
 
 
-def _parse(spec: str) -> tuple[str, dict[str, Any]]:
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the parameters of a spec.
+
+    Examples
+    --------
+    >>> parse_spec("torino-m(k=3, delta=2)")
+    ('torino-m', {'k': 3, 'delta': 2})
+    """
     match = re.fullmatch(r"\s*([\w.-]+)\s*(?:\((.*)\))?\s*", spec, re.DOTALL)
     if not match:
         raise BadParameter(f"Cannot read the reducer {spec!r}. Write a name, or name(k=2, delta=2).")
     name, arguments = match.group(1), match.group(2) or ""
     try:
-        if len(arguments) > 2000:
-            raise ValueError(f"{len(arguments)} characters are too many")
+        if len(arguments) > MAX_SPEC_LENGTH:
+            raise ValueError(f"the arguments have {len(arguments)} characters, at most {MAX_SPEC_LENGTH} are allowed")
         call = ast.parse(f"f({arguments})", mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):  # more than one pair of brackets
-            raise ValueError("only name=value pairs are read")
-        if call.args or any(word.arg is None for word in call.keywords):
-            raise ValueError("only name=value pairs are read")
-        values: Mapping[str, Any] = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):  # more than one pair of parentheses
+            raise ValueError("only name=value pairs are allowed")
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError("only name=value pairs are allowed")
+        values: Mapping[str, Any] = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         if len(values) < len(call.keywords):
             raise ValueError("a parameter is given twice")
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Choosing (k, δ), or the threshold of TORINO-X, for a wanted average number of tokens."""
+"""Calibrate (k, δ) of TORINO, or the threshold of TORINO-X, to an average number of tokens."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torino.reducers.torino_x import TIE, TorinoX
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The setting of (k, δ) whose average length is nearest to a target, and the lengths it gives.
+    """Setting of (k, δ) whose average number of tokens is nearest to a target.
 
     Attributes
     ----------
     k, delta : int
         The chosen setting.
     target : float
-        The average number of tokens that was wanted.
+        Target for the average number of tokens.
     counts : Tensor of shape (images,), int64
-        Tokens each image retains with the chosen setting.
+        Number of tokens of each image with the chosen setting.
     table : dict of (k, delta) to Tensor
-        The same for every setting that was tried.
+        The same for every setting tried.
     """
 
     k: int
@@ -39,19 +39,19 @@ class Calibration:
 
     @property
     def mean(self) -> float:
-        """Average number of tokens of the chosen setting."""
+        """Average number of tokens with the chosen setting."""
         return float(self.counts.double().mean())
 
     def quantiles(self, *shares: float) -> list[float]:
-        """Quantiles of the tokens an image retains."""
+        """Return quantiles of the number of tokens per image."""
         return torch.quantile(self.counts.double(), torch.tensor(shares, dtype=torch.float64)).tolist()
 
     def __repr__(self) -> str:
-        """Tell the setting and the spread it gives."""
-        low, middle, high = self.quantiles(0.1, 0.5, 0.9)
+        """Return the setting and the distribution of the number of tokens."""
+        low, median, high = self.quantiles(0.1, 0.5, 0.9)
         return (
             f"Calibration(k={self.k}, delta={self.delta}: {self.mean:.1f} tokens on average for a target of "
-            f"{self.target:g}; 10th, 50th and 90th percentile {low:.0f}, {middle:.0f} and {high:.0f}; "
+            f"{self.target:g}; 10th, 50th and 90th percentile {low:.0f}, {median:.0f} and {high:.0f}; "
             f"{int(self.counts.min())} to {int(self.counts.max())})"
         )
 
@@ -65,28 +65,30 @@ def calibrate(
     silent: Silent = "group",
     rank: Rank = "activation",
 ) -> Calibration:
-    """Find the (k, δ) whose dynamic reduction retains ``target`` tokens on average over some images.
+    """Find the (k, δ) with which TORINO keeps ``target`` tokens on average over some images.
 
-    The concepts are computed once, at ``max_k``; every setting with 1 ≤ δ ≤ k ≤ max_k is then tried, which is
-    cheap. Of two settings equally near the one with the smaller k is taken, then the one with the smaller δ.
+    The concepts are computed once, with ``max_k``. Every setting with 1 ≤ δ ≤ k ≤ max_k is then tried, which is fast.
+    Of two settings equally near, the one with the smaller k is chosen, then the one with the smaller δ.
 
     Parameters
     ----------
     tokens : sequence of VisualTokens
-        A few images that are like those to come; some dozens give a steady mean.
+        Representative images; a few dozen give a stable mean.
     target : float
-        Wanted average number of tokens per image.
+        Target for the average number of tokens per image.
     sae : ConceptEncoder
         The SAE that will be used.
     max_k : int
         Largest k to try.
+    silent, rank
+        As for ``torino-m``.
 
     Examples
     --------
     >>> from torino import RawEmbedding
     >>> image = VisualTokens.of(torch.eye(9)[[0, 0, 1, 0, 0, 1, 2, 2, 2]])
-    >>> found = calibrate([image], target=3, sae=RawEmbedding(), max_k=2)
-    >>> found.k, found.delta, found.counts
+    >>> calibration = calibrate([image], target=3, sae=RawEmbedding(), max_k=2)
+    >>> calibration.k, calibration.delta, calibration.counts
     (1, 1, tensor([3]))
     """
     _check_target(target)
@@ -95,7 +97,7 @@ def calibrate(
     packed = ragged_patches(tokens)
     for image in tokens:
         sae.check_origin(image.origin, image.width)
-    max_k = min(max_k, int(getattr(sae, "latents", packed.values.shape[1])))  # no more than there are
+    max_k = min(max_k, int(getattr(sae, "latents", packed.values.shape[1])))
     concepts = sae.top(packed.values, max_k, rank=rank)
     table = {
         (k, delta): group_by_overlap(concepts.first(k), delta, silent=silent, offsets=packed.offsets).counts
@@ -108,19 +110,19 @@ def calibrate(
 
 @dataclass(frozen=True, eq=False)
 class CoverCalibration:
-    """The threshold of TORINO-X that gives an average length, and the lengths it gives.
+    """Threshold of TORINO-X whose average number of tokens is nearest to a target.
 
     Attributes
     ----------
-    least : float
-        For ``TorinoX(least=...)``.
+    min_gain : float
+        The value for ``TorinoX(min_gain=...)``.
     target : float
-        The average number of tokens that was wanted.
+        Target for the average number of tokens.
     counts : Tensor of shape (images,), int64
-        Tokens each image keeps with it.
+        Number of tokens of each image with this threshold.
     """
 
-    least: float
+    min_gain: float
     target: float
     counts: Tensor
 
@@ -131,39 +133,38 @@ class CoverCalibration:
 
 
 def calibrate_cover(tokens: Sequence[VisualTokens], target: float, *, reducer: TorinoX) -> CoverCalibration:
-    """Find the ``least`` with which TORINO-X keeps ``target`` tokens on average over some images.
+    """Find the ``min_gain`` with which TORINO-X keeps ``target`` tokens on average over some images.
 
-    Each image is walked to its end once; all thresholds follow from the gains.
+    All patches of each image are ranked once; the result of every threshold follows from their gains.
 
     Parameters
     ----------
     tokens : sequence of VisualTokens
-        A few images that are like those to come; some dozens give a steady mean.
+        Representative images; a few dozen give a stable mean.
     target : float
-        Wanted average number of tokens per image.
+        Target for the average number of tokens per image.
     reducer : TorinoX
-        All but its ``budget`` and ``least`` count.
+        Its ``budget`` and ``min_gain`` are ignored.
 
     Examples
     --------
     >>> from torino import RawEmbedding
     >>> image = VisualTokens.of(torch.eye(9)[[0, 0, 1, 0, 0, 1, 2, 2, 2]])
-    >>> found = calibrate_cover([image], target=3, reducer=TorinoX(RawEmbedding(), concepts=1))
-    >>> found.counts
+    >>> calibrate_cover([image], target=3, reducer=TorinoX(RawEmbedding(), concepts=1)).counts
     tensor([3])
     """
     _check_target(target)
-    gains = [torch.from_numpy(one[1:]).double() for one in reducer.gains(tokens)]  # the first token is always kept
-    falling = torch.cat(gains).sort(descending=True).values
-    # below the gain of each token there is a threshold to try; one above all of them, and none
-    steps = falling.unique().flip(0)
-    middle = (steps[:-1] + steps[1:]) / 2 + TIE  # which the walk allows for
-    tries = torch.cat([steps[:1] + 1, middle, steps.new_zeros(1)])
-    kept = torch.searchsorted(-falling, TIE - tries, right=True)  # gains of at least that
-    best = int((len(gains) + kept - target * len(gains)).abs().argmin())
-    least = float(tries[best])
-    counts = torch.tensor([1 + int((one >= least - TIE).sum()) for one in gains])
-    return CoverCalibration(least, float(target), counts)
+    gains = [torch.from_numpy(values[1:]).double() for values in reducer.gains(tokens)]  # the first is always kept
+    descending = torch.cat(gains).sort(descending=True).values
+    # candidate thresholds: above all gains, between two consecutive gains, and 0
+    steps = descending.unique().flip(0)
+    between = (steps[:-1] + steps[1:]) / 2 + TIE  # the selection subtracts the tolerance
+    candidates = torch.cat([steps[:1] + 1, between, steps.new_zeros(1)])
+    num_kept = torch.searchsorted(-descending, TIE - candidates, right=True)  # gains of at least the threshold
+    best = int((len(gains) + num_kept - target * len(gains)).abs().argmin())
+    min_gain = float(candidates[best])
+    counts = torch.tensor([1 + int((values >= min_gain - TIE).sum()) for values in gains])
+    return CoverCalibration(min_gain, float(target), counts)
 
 
 def _check_target(target: float) -> None:

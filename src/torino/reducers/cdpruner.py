@@ -1,8 +1,8 @@
-"""CDPruner: the patches that are most diverse among themselves and most relevant to the question, by a DPP.
+"""CDPruner: select diverse patches that are relevant to the question, by a determinantal point process (DPP).
 
 Beyond Attention or Similarity: Maximizing Conditional Diversity for Token Pruning in MLLMs (Zhang, Liu, Li et al.,
-NeurIPS 2025, arXiv 2506.10967), with the fast greedy MAP inference of Chen, Zhang and Zhou (NeurIPS 2018). Written
-anew, with the released code (Apache-2.0) read for its constants and its sign.
+NeurIPS 2025, arXiv 2506.10967), with the fast greedy MAP inference of Chen, Zhang and Zhou (NeurIPS 2018). This is an
+independent implementation; constants and the sign of the relevance follow the released code (Apache-2.0).
 """
 
 from __future__ import annotations
@@ -18,61 +18,60 @@ from torch.nn.functional import normalize
 from torino.core.errors import BadParameter, MissingSignal
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
-from torino.reducers._checks import check_choice, check_count, check_flag, check_number, read_signal, unmet
-from torino.reducers.base import Reducer, register
-from torino.reducers.divprune import cosines
+from torino.reducers._checks import budget_error, check_choice, check_count, check_flag, check_number, read_signal
+from torino.reducers._similarity import pairwise_cosines
+from torino.reducers.base import Order, Reducer, Space, register
 
-Order = Literal["raster", "native"]
 Relevance = Literal["text", "none"]
-Space = Literal["tap", "projected"]
 Floats = NDArray[np.float32]
 
-SPANNED = 1e-5  # squared distance below which a unit vector counts as lying in the span of those kept: float32 noise
-LEAST = 1e-6  # what the released code adds before it divides, so that the least relevant patch keeps some weight
+SPAN_TOLERANCE = 1e-5  # squared distance below which a unit vector counts as in the span of the kept ones
+EPSILON = 1e-6  # added before the division, as released, so that the least relevant patch keeps some weight
 
 
 @register("cdpruner")
 @dataclass(frozen=True)
 class CDPruner(Reducer):
-    """Keep a diverse set of patches that bear on the question, by greedy MAP of a DPP (CDPruner).
+    """Keep diverse patches that are relevant to the question, by greedy MAP of a DPP (CDPruner).
 
-    With L the cosine similarity of the patches and r their relevance, the kernel is K = diag(r)·L·diag(r), and the
-    set S of B patches is grown by the patch that raises det K_S most. Its gain is r_i²·δ_i, where δ_i, at first 1, is
-    the squared distance of the normalised patch i from the span of those kept; a Cholesky row a pick keeps δ current
-    in O(B²·N). Relevance is r_i = −mean_m cos(patch i, text m) in CLIP's joint space, brought to (0, 1] by
+    With L the cosine similarity of the patches and r their relevance, the kernel is K = diag(r)·L·diag(r). The set S of
+    B patches grows by the patch that increases det K_S most. Its gain is r_i²·δ_i, where δ_i is the squared distance of
+    the normalized patch i from the span of the kept ones, initially 1. One Cholesky row per selection keeps δ current,
+    O(B²·N) in total. The relevance is r_i = −mean_m cos(patch i, text m) in CLIP's joint space, scaled to (0, 1] by
     (r − min + 1e-6)/(max − min). Ties go to the lowest index.
 
     Parameters
     ----------
     budget : int
-        Exactly this many patches are kept; at most N. No CLS token is emitted.
+        Exact number of patches, at most N. The CLS token is not part of the output.
     relevance : {"text", "none"}
-        Weigh patches by the question, which the signals ``"text"`` of shape (m, d) and ``"joint"`` of shape (N, d)
-        hold: question and patches in CLIP's joint space, as :class:`torino.vlm.ClipText` gives them. With ``"none"``
-        r = 1, a plain DPP that needs no text.
-    space : {"tap", "projected"}
-        Where patches are compared: as the vision tower gives them, or after the projector (signal ``"projected"`` of
-        shape (N, E)), as in the released code.
+        With ``"text"`` patches are weighted by the question, given as signals ``"text"`` of shape (m, d) and
+        ``"joint"`` of shape (N, d): question and patches in CLIP's joint space, from :class:`torino.vlm.ClipText`.
+        With ``"none"`` r = 1, a plain DPP that needs no text.
+    space : {"features", "projected"}
+        Where patches are compared: at the feature layer of the tower, or after the projector (signal ``"projected"``
+        of shape (N, E)), as released.
     negate : bool
-        Take the cosine with the text negatively, as released: in CLIP, patches of what the text names are *less* like
-        it than others. The authors report this for CLIP alone; set it to False for encoders without that quirk.
+        Negate the cosine with the text, as released: in CLIP, patches of the objects that the text names are *less*
+        similar to it than others. The authors report this only for CLIP; use False for encoders without this effect.
     theta : float, optional
-        If given, r becomes exp(θ/(2(1 − θ))·r), 0 ≤ θ < 1, from diversity alone to relevance; the release has
-        it, but not in use. Scores then carry a common factor.
+        If given, r becomes exp(θ/(2(1 − θ))·r), 0 ≤ θ < 1, from diversity only to relevance. The release has this
+        option but does not use it. Scores then have a common factor.
     order : {"raster", "native"}
-        By place, as released, or in order of choice; a smaller budget then gives a prefix of a larger one.
+        By position, as released, or in order of selection, in which a smaller budget gives a prefix of a larger one.
 
     Notes
     -----
-    Deviations from the released code. Minimum and maximum of r are those of the image, not of the batch; where they
-    differ by no more than 1e-6, r = 1 instead of a division by rounding errors or zero. Once the kept patches span all
-    others (B beyond the rank of L) the released code takes roots of rounding errors; here the rest is filled by falling
-    r, with role ``"padding"``. The release compares in ``space="projected"``; ``"tap"`` needs no projector.
+    Deviations from the released code: minimum and maximum of r are those of the image, not of the batch. If they differ
+    by at most 1e-6, r = 1, which avoids a division by rounding errors or zero. Once the kept patches span all others (B
+    exceeds the rank of L), the released code takes roots of rounding errors; here the remaining ones are chosen by
+    descending r, with role ``"padding"``. The release compares in ``space="projected"``; ``"features"`` needs no
+    projector.
     """
 
     budget: int
     relevance: Relevance = "text"
-    space: Space = "tap"
+    space: Space = "features"
     negate: bool = True
     theta: float | None = None
     order: Order = "raster"
@@ -83,10 +82,10 @@ class CDPruner(Reducer):
     adaptive: ClassVar[bool] = False
     emits_cls: ClassVar[bool] = False
     cost: ClassVar[str] = "O(N²·D + B²·N)"
-    original_licence: ClassVar[str] = "Apache-2.0"
+    original_license: ClassVar[str] = "Apache-2.0"
 
     def __post_init__(self) -> None:
-        """Refuse hyperparameters out of range."""
+        """Validate the hyperparameters."""
         check_count("budget", self.budget)
         check_choice("relevance", self.relevance, Relevance)
         check_choice("space", self.space, Space)
@@ -98,58 +97,60 @@ class CDPruner(Reducer):
                 raise BadParameter(f"theta must be at least 0 and below 1, got {self.theta!r}.")
             if self.relevance == "none":
                 raise BadParameter(
-                    f"theta proportional_attention relevance, and relevance='none' has none; got theta={self.theta!r}. Leave theta out."
+                    "theta weights the relevance, so it cannot be combined with relevance='none'; "
+                    f"got theta={self.theta!r}. Leave theta out."
                 )
-        reads = ({"joint", "text"} if self.relevance == "text" else set[str]()) | ({self.space} - {"tap"})
-        object.__setattr__(self, "needs", frozenset(reads))  # what this very reducer reads
+        needs = set[str]() if self.relevance == "none" else {"joint", "text"}
+        if self.space == "projected":
+            needs.add("projected")
+        object.__setattr__(self, "needs", frozenset(needs))  # needs of this instance, not of the class
 
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Plan one image."""
         n = len(tokens)
         if self.budget > n:
-            raise unmet(self.name, self.budget, n, "its patches")
-        weight = self._weight(tokens)
+            raise budget_error(self.name, self.budget, n)
+        weight = self._relevance(tokens)
         features = tokens.patches
         if self.space == "projected":
             features = read_signal(tokens, "projected", self.name, (n, None))
-        picks, gains = greedy_map(cosines(features).cpu().numpy(), weight, self.budget)
-        kept, score, real = torch.from_numpy(picks), torch.from_numpy(gains), torch.from_numpy(gains > 0)
+        items, gains = greedy_map(pairwise_cosines(features).cpu().numpy(), weight, self.budget)
+        kept, score, has_gain = torch.from_numpy(items), torch.from_numpy(gains), torch.from_numpy(gains > 0)
         if self.order == "raster":
             kept, order = kept.sort()
-            score, real = score[order], real[order]
-        role = tuple("primary" if is_real else "padding" for is_real in real.tolist())
+            score, has_gain = score[order], has_gain[order]
+        role = tuple("primary" if flag else "padding" for flag in has_gain.tolist())
         return replace(Reduction.pick(kept, tokens.grid, self.spec, score=score), role=role)
 
-    def _weight(self, tokens: VisualTokens) -> Floats:
-        """Relevance of each patch to the question, brought to (0, 1]."""
+    def _relevance(self, tokens: VisualTokens) -> Floats:
+        """Return the relevance of each patch to the question, scaled to (0, 1]."""
         if self.relevance == "none":
             return np.ones(len(tokens), np.float32)
         if "text" not in tokens.signals or not len(tokens.signals["text"]):
             raise MissingSignal(
-                "cdpruner chooses patches for a question, and these tokens do not carry one. Give its embedding in "
-                "CLIP's joint space as VisualTokens(..., signals={'text': ..., 'joint': ...}), as "
-                "torino.vlm.load_clip_text(name).signals(tokens, question) does, or set relevance='none' for a plain "
-                "DPP."
+                "cdpruner selects patches for a question, and these tokens have none. Give its embedding in CLIP's "
+                "joint space as VisualTokens(..., signals={'text': ..., 'joint': ...}), for example with "
+                "torino.vlm.load_clip_text(name).signals(tokens, question), or set relevance='none' for a plain DPP."
             )
         joint = read_signal(tokens, "joint", self.name, (len(tokens), None))
         text = read_signal(tokens, "text", self.name, (None, joint.shape[1])).to(joint.device)
-        like = normalize(joint.detach().float(), dim=1) @ normalize(text.detach().float(), dim=1).T
-        r = like.mean(1).cpu().numpy()
+        similarity = normalize(joint.float(), dim=1) @ normalize(text.float(), dim=1).T
+        r = similarity.mean(1).cpu().numpy()
         r = -r if self.negate else r
         span = r.max() - r.min()
-        r = (r - r.min() + np.float32(LEAST)) / span if span > LEAST else np.ones_like(r)
+        r = (r - r.min() + np.float32(EPSILON)) / span if span > EPSILON else np.ones_like(r)
         if self.theta is None:
             return r
-        # a common factor on r changes no choice, and this one keeps the exponential from overflowing
+        # a common factor on r changes no selection, and this one prevents an overflow of the exponential
         return np.exp(np.float32(self.theta / (2 * (1 - self.theta))) * (r - r.max()))
 
 
-def greedy_map(similarity: Floats, weight: Floats, picks: int) -> tuple[NDArray[np.int64], Floats]:
-    """Grow a set by the item that raises det(diag(w)·L·diag(w)) most; return the items in that order and their gains.
+def greedy_map(similarity: Floats, weight: Floats, count: int) -> tuple[NDArray[np.int64], Floats]:
+    """Select ``count`` items, each of which increases det(diag(w)·L·diag(w)) most; return them and their gains.
 
-    The factor w of the kernel scales rows of its Cholesky factor, so the factor is that of L alone, and tiny weights
-    cost no precision. Items in the span of those taken have no gain; if only such are left, they follow by falling
-    weight with gain 0.
+    The factor w of the kernel scales the rows of its Cholesky factor. The factor stored here is that of L alone, so
+    small weights cost no precision. Items in the span of the selected ones have no gain; if only such items are left,
+    they follow by descending weight with gain 0.
 
     Examples
     --------
@@ -158,22 +159,22 @@ def greedy_map(similarity: Floats, weight: Floats, picks: int) -> tuple[NDArray[
     ([0, 2, 1], [1.0, 1.0, 0.0])
     """
     n = len(similarity)
-    worth = weight * weight
-    # δ, what is left of each item outside the span of those taken; at first 1, or 0 for an item of no length
-    rest = np.rint(np.diagonal(similarity))
-    factor = np.empty((picks, n), np.float32)
-    items, gains = np.empty(picks, np.int64), np.zeros(picks, np.float32)
-    for t in range(picks):
-        gain = np.where(rest > SPANNED, worth * rest, 0)
+    squared_weight = weight * weight
+    # δ, the squared distance of each item from the span of the selected ones; initially 1, or 0 for a zero vector
+    distance = np.rint(np.diagonal(similarity))
+    factor = np.empty((count, n), np.float32)
+    items, gains = np.empty(count, np.int64), np.zeros(count, np.float32)
+    for t in range(count):
+        gain = np.where(distance > SPAN_TOLERANCE, squared_weight * distance, 0)
         j = int(gain.argmax())  # the first of the largest
         if gain[j] <= 0:
-            left = np.setdiff1d(np.arange(n), items[:t])
-            items[t:] = left[np.argsort(-weight[left], kind="stable")][: picks - t]
+            remaining = np.setdiff1d(np.arange(n), items[:t])
+            items[t:] = remaining[np.argsort(-weight[remaining], kind="stable")][: count - t]
             break
         items[t], gains[t] = j, gain[j]
         row = factor[t]
         np.subtract(similarity[j], factor[:t, j] @ factor[:t], out=row)
-        row /= np.sqrt(rest[j])
-        rest -= row * row
-        rest[j] = 0
+        row /= np.sqrt(distance[j])
+        distance -= row * row
+        distance[j] = 0
     return items, gains

@@ -1,4 +1,4 @@
-"""FOLDER, simplified: fold the sequence by bipartite matching, step after step, down to the budget.
+"""FOLDER (simplified form): merge the sequence by bipartite matching in as few steps as possible.
 
 Wang et al., FOLDER: Accelerating Multi-modal Large Language Models with Enhanced Performance, ICCV 2025.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 from torino.core.errors import UnmetBudget
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
-from torino.reducers._checks import check_choice, check_count, check_flag, read_signal, unmet
-from torino.reducers._matching import Order, averaged, fold, removals
-from torino.reducers.base import Reducer, register
+from torino.reducers._checks import budget_error, check_choice, check_count, check_flag, read_signal
+from torino.reducers._matching import mean_reduction, merge_in_steps, removals_per_step
+from torino.reducers.base import Order, Reducer, register
 
 LogSizeScale = Literal["released", "always", "never"]
 Metric = Literal["patches", "keys", "head_keys", "projected"]
@@ -24,35 +24,35 @@ Metric = Literal["patches", "keys", "head_keys", "projected"]
 @register("folder")
 @dataclass(frozen=True)
 class Folder(Reducer):
-    """Fold the sequence onto itself: half of it at most merges into the other half, until the budget is met (FOLDER).
+    """Merge up to half of the tokens into the other half until the budget is met (FOLDER).
 
-    The authors' simplified form, which they recommend for comparisons. One step deals the tokens alternately into
-    sources and targets, gives each source its most similar target by cosine, and merges the r sources of highest
-    similarity into theirs (see :mod:`torino.reducers._matching`). While there are tokens to remove, a step takes
-    r = min((T − 1)//2, what is left) of T; 576 patches become 192 by 287 + 97, 128 by 287 + 144 + 17, and 64 by
-    287 + 144 + 72 + 9. A merged token is the mean of its n patches, and may be multiplied by 1 + ln n. It has the
-    place of the target; between steps, and at the end, the tokens stand in their places' order, so native order is
-    raster order. Whether a patch is a source depends on its place, so the method is not permutation equivariant.
+    This is the authors' simplified form, which they recommend for comparisons. A step splits the tokens alternately
+    into sources and targets, matches each source with its most similar target by cosine, and merges the r sources of
+    highest similarity into their targets (see :mod:`torino.reducers._matching`). A step removes
+    r = min((T − 1)//2, remaining removals) of T tokens; 576 patches become 192 by 287 + 97, 128 by 287 + 144 + 17, and
+    64 by 287 + 144 + 72 + 9. A merged token is the mean of its n patches, optionally multiplied by 1 + ln n, at the
+    position of the target. Between steps and in the output the tokens are sorted by position, so native order is raster
+    order. Whether a patch is a source depends on its position, so the method is not permutation equivariant.
 
-    Nothing is known in which paper and release differ. Deviations from the release: a budget equal to the number
-    of patches gives them back (the release fails), and 1 token from 2 or more patches without a CLS token
-    raises ``UnmetBudget`` (the release would never end); tokens of length 0 have cosine 0 with all (there, NaN).
-    The optional attention term of the released function is left to ``folder-full``.
+    No difference between paper and release is known. Deviations from the release: a budget equal to the number of
+    patches returns the patches (the release fails); 1 token from 2 or more patches without a CLS token raises
+    ``UnmetBudget`` (the release would not terminate); tokens of length 0 have cosine 0 with all others (NaN in the
+    release). The optional attention term of the released function is part of ``folder-full``.
 
     Parameters
     ----------
     budget : int
-        Exactly this many tokens, at most N; no CLS token among them.
+        Exact number of tokens, at most N, without the CLS token.
     metric : {"patches", "keys", "head_keys", "projected"}
-        What tokens are compared by: the features themselves as released, or a signal. It is merged as they are.
+        Vectors to compare: the features as released, or a signal. They are merged like the features.
     class_token : bool
-        Whether a CLS token stands in front of the sequence, is protected, and is dropped in the end. It need not be
-        given: it shifts the patches by one place, and a step may take half of them (288 + 96 for 192 of 576).
+        Whether a CLS token precedes the sequence, is protected, and is dropped from the output. It need not be given:
+        it shifts the patches by one position, and a step may remove half of them (288 + 96 for 192 of 576).
     log_size_scale : {"released", "always", "never"}
-        Whether a token of n patches is multiplied by 1 + ln n. As released it is after two steps or more, always;
-        after one step that took r of T tokens, only if r < (T − r)//2, which is r below about T/3.
+        Whether a token of n patches is multiplied by 1 + ln n. The release does so after two or more steps, and after
+        one step that removed r of T tokens only if r < (T − r)//2, which is r below about T/3.
     order : {"raster", "native"}
-        The same here.
+        Both are the same here.
     """
 
     budget: int
@@ -65,10 +65,10 @@ class Folder(Reducer):
     merges: ClassVar[bool] = True
     cost: ClassVar[str] = "O(N²·D)"
     paper: ClassVar[str] = "Wang et al., FOLDER, ICCV 2025"
-    original_licence: ClassVar[str] = "none stated"
+    original_license: ClassVar[str] = "none stated"
 
     def __post_init__(self) -> None:
-        """Refuse hyperparameters out of range."""
+        """Validate the hyperparameters."""
         check_count("budget", self.budget)
         check_choice("metric", self.metric, Metric)
         check_flag("class_token", self.class_token)
@@ -79,35 +79,33 @@ class Folder(Reducer):
 
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Plan one image."""
-        steps = folds(self.name, len(tokens), self.budget, cls_first=self.class_token)
-        folded = fold(self._metric(tokens), steps, cls_first=self.class_token, between="raster")
-        return averaged(
-            folded,
-            tokens.grid,
-            self.spec,
-            order="raster",
-            log_size=self._rescales(len(tokens) + self.class_token, steps),
-        )
+        removals = plan_removals(self.name, len(tokens), self.budget, cls_first=self.class_token)
+        merged = merge_in_steps(self._metric(tokens), removals, cls_first=self.class_token, step_order="raster")
+        log_size = self._uses_log_size(len(tokens) + self.class_token, removals)
+        return mean_reduction(merged, tokens.grid, self.spec, order="raster", log_size=log_size)
 
     def _metric(self, tokens: VisualTokens) -> Tensor:
         if self.metric == "patches":
             return tokens.patches
         return read_signal(tokens, self.metric, self.name, (len(tokens), None))
 
-    def _rescales(self, length: int, steps: list[int]) -> bool:
+    def _uses_log_size(self, length: int, removals: list[int]) -> bool:
         if self.log_size_scale != "released":
             return self.log_size_scale == "always"
-        return len(steps) > 1 or (len(steps) == 1 and steps[0] < (length - steps[0]) // 2)
+        return len(removals) > 1 or (len(removals) == 1 and removals[0] < (length - removals[0]) // 2)
 
 
-def folds(name: str, patches: int, budget: int, *, cls_first: bool, steps: int | None = None) -> list[int]:
-    """How many tokens each step removes, see :func:`torino.reducers._matching.removals`, or UnmetBudget."""
+def plan_removals(name: str, patches: int, budget: int, *, cls_first: bool, steps: int | None = None) -> list[int]:
+    """Return how many tokens each step removes, or raise UnmetBudget if the budget cannot be met.
+
+    See :func:`torino.reducers._matching.removals_per_step`.
+    """
     if budget > patches:
-        raise unmet(name, budget, patches, f"its {patches} patches")
-    taken = removals(patches, budget, cls_first=cls_first, steps=steps)
-    if sum(taken) < patches - budget:
+        raise budget_error(name, budget, patches)
+    removals = removals_per_step(patches, budget, cls_first=cls_first, steps=steps)
+    if sum(removals) < patches - budget:
         raise UnmetBudget(
-            f"{name} cannot give {budget} token for this image: without a CLS token a step takes (T − 1)//2 of T, so "
-            "2 tokens stay 2. Give a budget of at least 2, or class_token=True."
+            f"{name} cannot give {budget} token: without a CLS token a step removes (T − 1)//2 of T tokens, so 2 "
+            "tokens stay 2. Use a budget of at least 2 or class_token=True."
         )
-    return taken
+    return removals

@@ -1,4 +1,4 @@
-"""FOLDER, complete: fold by keys, and let patches the CLS token attends to resist.
+"""FOLDER (complete form): merge by attention keys and protect patches of high CLS attention.
 
 Wang et al., FOLDER: Accelerating Multi-modal Large Language Models with Enhanced Performance, ICCV 2025.
 """
@@ -11,35 +11,36 @@ from typing import ClassVar
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
 from torino.reducers._checks import check_choice, check_count, check_number, read_signal
-from torino.reducers._matching import Order, averaged, fold
-from torino.reducers.base import Reducer, register
-from torino.reducers.folder import folds
+from torino.reducers._matching import mean_reduction, merge_in_steps
+from torino.reducers.base import Order, Reducer, register
+from torino.reducers.folder import plan_removals
 
 
 @register("folder-full")
 @dataclass(frozen=True)
 class FolderFull(Reducer):
-    """Fold the sequence by attention keys, where what the CLS token attends to resists merging (FOLDER for LLaVA).
+    """Merge by attention keys, with a penalty for patches of high CLS attention (FOLDER for LLaVA).
 
-    The released LLaVA form of FOLDER. Sources and targets are matched as in ``folder``, a CLS token in front, by
-    cos(key_a, key_b) with keys averaged over heads; sources are ranked by that similarity less 100·alpha·s_a,
-    where s is the CLS token's attention, averaged over heads. A step takes half of the patches at most:
-    576 become 192 by 288 + 96. Merged tokens are plain means of their patches (sizes weigh, no 1 + ln n), their keys
-    too; the attention of a merged token is the mean over the tokens that met in the step. From one step to the next
-    the sequence is [sources left, by place; targets], which is its native output order.
+    This is the form of FOLDER released for LLaVA. Sources and targets are matched as in ``folder``, with a CLS token in
+    front, by cos(key_a, key_b) of the keys averaged over heads. Sources are ranked by that similarity minus
+    100·alpha·s_a, where s is the CLS attention averaged over heads. A step removes at most half of the patches: 576
+    become 192 by 288 + 96. A merged token is the plain mean of its patches (weighted by size, without 1 + ln n), and so
+    is its key; its attention is the mean over the tokens that were merged in the step. Between two steps the sequence
+    is [remaining sources by position; targets], which is also the native output order.
 
-    Deviations from the release: it merges inside block 22, between attention and MLP, and this plan is made for
-    the output of that block, so the MLP has seen all patches; it skips sequences shorter than 40 (and then fails),
-    here the budget is met. How it merges keys is not described; they are merged like the features.
+    Deviations from the release: the release merges inside block 22, between attention and MLP; this plan applies to the
+    output of that block, so the MLP has processed all patches. The release skips sequences shorter than 40 (and then
+    fails); here the budget is met. The release does not describe how keys are merged; here they are merged like the
+    features.
 
     Parameters
     ----------
     budget : int
-        Exactly this many tokens, at most N; no CLS token among them.
+        Exact number of tokens, at most N, without the CLS token.
     alpha : float
-        Weight of the attention; 100·alpha multiplies it. 0 leaves the keys alone to decide.
+        Weight of the attention, which is multiplied by 100·alpha. With 0 only the keys matter.
     order : {"raster", "native"}
-        By place of the target; or sources left, then targets, as the last step leaves them.
+        By position of the target, or remaining sources then targets, as the last step leaves them.
     """
 
     budget: int
@@ -50,10 +51,10 @@ class FolderFull(Reducer):
     merges: ClassVar[bool] = True
     cost: ClassVar[str] = "O(N²·D/H)"
     paper: ClassVar[str] = "Wang et al., FOLDER, ICCV 2025"
-    original_licence: ClassVar[str] = "none stated"
+    original_license: ClassVar[str] = "none stated"
 
     def __post_init__(self) -> None:
-        """Refuse hyperparameters out of range."""
+        """Validate the hyperparameters."""
         check_count("budget", self.budget)
         check_number("alpha", self.alpha)
         check_choice("order", self.order, Order)
@@ -62,8 +63,8 @@ class FolderFull(Reducer):
         """Plan one image."""
         n = len(tokens)
         keys = read_signal(tokens, "head_keys", self.name, (n, None))
-        attention = read_signal(tokens, "cls_attention", self.name, (None, n)).detach().double().mean(0)
-        steps = folds(self.name, n, self.budget, cls_first=True)
+        attention = read_signal(tokens, "cls_attention", self.name, (None, n)).double().mean(0)
+        removals = plan_removals(self.name, n, self.budget, cls_first=True)
         penalty = 100 * self.alpha * attention.to(keys.device)
-        folded = fold(keys, steps, cls_first=True, between="native", penalty=penalty)
-        return averaged(folded, tokens.grid, self.spec, order=self.order)
+        merged = merge_in_steps(keys, removals, cls_first=True, step_order="native", penalty=penalty)
+        return mean_reduction(merged, tokens.grid, self.spec, order=self.order)

@@ -1,14 +1,14 @@
-"""HiRED: the patches that the CLS token attends to most; and how a high-resolution image shares tokens among tiles.
+"""HiRED: keep the patches of highest CLS attention, with one budget for all tiles of a high-resolution image.
 
 HiRED: Attention-Guided Token Dropping for Efficient Inference of High-Resolution Vision-Language Models (Arif et al.,
-AAAI 2025). On one tile FasterVLM is the same method.
+AAAI 2025). On a single tile FasterVLM is the same method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,16 +17,13 @@ from torino.core.errors import BadParameter, BadTokens
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
 from torino.core.topk.exact import stable_topk
-from torino.reducers._checks import check_choice, check_count, check_number, read_signal, unmet
-from torino.reducers.base import Reducer, register
-
-Order = Literal["raster", "native"]
-Fidelity = Literal["released", "paper"]
+from torino.reducers._checks import budget_error, check_choice, check_count, check_number, read_signal
+from torino.reducers.base import Fidelity, Order, Reducer, register
 
 
 @dataclass(frozen=True)
-class MostAttended(Reducer):
-    """What HiRED and FasterVLM share: the patches of one view that the CLS token attends to most."""
+class TopAttention(Reducer):
+    """Common part of HiRED and FasterVLM: keep the patches of one view that have the highest CLS attention."""
 
     budget: int
     order: Order = "raster"
@@ -38,41 +35,41 @@ class MostAttended(Reducer):
     cost: ClassVar[str] = "O(H·N)"
 
     def __post_init__(self) -> None:
-        """Refuse hyperparameters out of range."""
+        """Validate the hyperparameters."""
         check_count("budget", self.budget)
         check_choice("order", self.order, Order)
 
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Plan one image."""
-        return _most_attended(tokens, self.budget, self.order, self.name, self.spec)
+        return _plan_view(tokens, self.budget, self.order, self.name, self.spec)
 
 
 @register("hired")
 @dataclass(frozen=True)
-class HiRED(MostAttended):
-    """Keep the patches of highest CLS attention, with one budget for all tiles of an image (HiRED).
+class HiRED(TopAttention):
+    """Keep the patches of highest CLS attention, with one budget for all tiles (HiRED).
 
-    With a_i the attention of the CLS token to patch i at the tap block, summed over heads, the ``budget`` patches of
-    highest a_i are kept, ties to the lowest index; a_i is their score. Where an image is seen whole and in tiles, as
-    in LLaVA-NeXT, the budget is that of the whole image: the base view gets a share ``alpha`` of it, and the tiles
-    share the rest by how much of what the CLS token attends to in block 0 of the base view lies in each. A tile may
+    Let a_i be the attention of the CLS token to patch i at the feature layer, summed over heads. The ``budget`` patches
+    of highest a_i are kept, ties to the lowest index; a_i is their score. If an image has a base view and tiles, as in
+    LLaVA-NeXT, the budget is that of the whole image: the base view gets a share ``alpha`` of it, and the tiles share
+    the rest in proportion to the content in each, measured by the CLS attention of the base view in block 0. A tile may
     get nothing. See :func:`torino.reducers.hired.tile_budgets`.
 
-    Reads ``"cls_attention"`` of shape (H, N), and ``"cls_attention@0"`` of the base view where there are tiles. Prunes.
-    As released, except that every image of a batch gets its own patches (the release uses those of the first), that
-    the budget is a count, not a rate, and that no token of it is lost to rounding or to tiles that are full.
+    Reads ``"cls_attention"`` of shape (H, N), and ``"cls_attention@0"`` of the base view if there are tiles. Prunes.
+    Differences from the release: every image of a batch has its own patches (the release uses those of the first), the
+    budget is a count instead of a rate, and no token of it is lost to rounding or to full tiles.
 
     Parameters
     ----------
     budget : int
-        Exactly this many tokens, at most N; with tiles, at most the patches of all views together.
+        Exact number of tokens, at most N; with tiles, at most the number of patches of all views.
     order : {"raster", "native"}
-        By place as released, or by falling attention.
+        By position, as released, or by descending attention.
     alpha : float
-        Share of the base view, from 0 to 1; without tiles it has no meaning.
+        Share of the base view, from 0 to 1. Without tiles it has no effect.
     fidelity : {"released", "paper"}
-        Which patches of the base view belong to a tile: runs of consecutive patches, or those that lie where the tile
-        lies.
+        Which patches of the base view belong to a tile: runs of consecutive patches, or those at the position of the
+        tile.
     """
 
     alpha: float = 0.5
@@ -81,10 +78,10 @@ class HiRED(MostAttended):
     view_needs: ClassVar[frozenset[str]] = frozenset({"cls_attention@0"})
     shares_views: ClassVar[bool] = True
     paper: ClassVar[str] = "Arif et al., AAAI 2025, arXiv 2408.10945"
-    original_licence: ClassVar[str] = "MIT"
+    original_license: ClassVar[str] = "MIT"
 
     def __post_init__(self) -> None:
-        """Refuse hyperparameters out of range."""
+        """Validate the hyperparameters."""
         super().__post_init__()
         _check_alpha(self.alpha)
         check_choice("fidelity", self.fidelity, Fidelity)
@@ -92,7 +89,7 @@ class HiRED(MostAttended):
     def plan_views(
         self, base: VisualTokens, tiles: Sequence[VisualTokens | None], layout: tuple[int, int]
     ) -> ReductionBatch:
-        """Plan the base view and the tiles of one image under the one budget."""
+        """Plan the base view and the tiles of one image with a common budget."""
         if not tiles:
             return ReductionBatch.of([self.plan(base)])
         plans = plan_tiles(
@@ -109,12 +106,12 @@ class HiRED(MostAttended):
 
 @register("fastervlm")
 @dataclass(frozen=True)
-class FasterVLM(MostAttended):
-    """Keep the patches of highest CLS attention (FasterVLM): ``hired`` on one tile by another name.
+class FasterVLM(TopAttention):
+    """Keep the patches of highest CLS attention (FasterVLM); equals ``hired`` on one tile.
 
-    FasterVLM averages the attention over heads where HiRED sums it, which ranks patches alike. [CLS] Attention is
-    All You Need for Training-Free Visual Token Pruning (Zhang et al., 2024), later part of VisPruner. Where an image
-    has tiles the budget is that of each.
+    FasterVLM averages the attention over heads and HiRED sums it, which gives the same ranking. [CLS] Attention is All
+    You Need for Training-Free Visual Token Pruning (Zhang et al., 2024), later part of VisPruner. If an image has
+    tiles, each tile has the full budget.
 
     Parameters
     ----------
@@ -123,7 +120,7 @@ class FasterVLM(MostAttended):
     """
 
     paper: ClassVar[str] = "Zhang et al., 2024, arXiv 2412.01818v1"
-    original_licence: ClassVar[str] = "Apache-2.0"
+    original_license: ClassVar[str] = "Apache-2.0"
 
 
 def tile_budgets(
@@ -133,14 +130,14 @@ def tile_budgets(
     budget: int,
     *,
     alpha: float = 0.5,
-    room: Sequence[int] | None = None,
+    capacity: Sequence[int] | None = None,
     fidelity: Fidelity = "released",
     exact: bool = True,
 ) -> list[int]:
-    """Share a budget among the base view and the tiles of one image, by how much content each tile shows (HiRED).
+    """Divide a budget among the base view and the tiles of one image by the content of each tile (HiRED).
 
     The base view gets int(B·α) tokens. The int(N·(1 - α)) patches of the base view with the highest CLS attention in
-    block 0 are content, and the rest of the budget is shared among the tiles in proportion to the content in each.
+    block 0 count as content. The rest of the budget is divided among the tiles in proportion to the content in each.
 
     Parameters
     ----------
@@ -151,25 +148,24 @@ def tile_budgets(
     tiles : (int, int)
         Rows and columns of tiles.
     budget : int
-        Tokens of the whole image, B.
+        Number of tokens of the whole image, B.
     alpha : float
         Share of the base view, from 0 to 1.
-    room : sequence of int, optional
-        Patches that the base view and each tile have, which is the most they can get; N each by default.
+    capacity : sequence of int, optional
+        Number of patches of the base view and of each tile, the maximum each can get. Defaults to N each.
     fidelity : {"released", "paper"}
         Which patches of the base view belong to a tile. The release reshapes the row-major map to
-        (tile rows, tile columns, -1), so its "tiles" are runs of consecutive patches, horizontal bands of the image
-        whatever the layout. ``"paper"`` takes the patches that lie where the tile lies, by their centres; content is
-        counted alike in both.
+        (tile rows, tile columns, -1), so its "tiles" are runs of consecutive patches, horizontal bands of the image for
+        any layout. ``"paper"`` takes the patches whose centers lie in the tile. Content is counted in the same way.
     exact : bool
-        Whether the shares sum up to the budget: fractions go to the largest remainders, ties to the first tile, and
-        what does not fit into a tile goes to the others in proportion, at last to the base view. Without it fractions
-        are cut off and what does not fit is lost, as released.
+        Whether the shares add up to the budget: fractions go to the largest remainders, ties to the first tile, and
+        tokens that do not fit into a tile go to the others in proportion, finally to the base view. Without it
+        fractions are truncated and tokens that do not fit are lost, as released.
 
     Returns
     -------
     list of int
-        Tokens of the base view, then of each tile, row by row.
+        Tokens of the base view, then of each tile in row-major order.
 
     Examples
     --------
@@ -180,45 +176,46 @@ def tile_budgets(
     [5, 3, 2]
     """
     rows, columns = grid
-    down, across = tiles
-    n, count = rows * columns, down * across
+    tile_rows, tile_columns = tiles
+    n, num_tiles = rows * columns, tile_rows * tile_columns
     if attention.ndim not in (1, 2) or attention.shape[-1] != n:
         raise BadTokens(
             f"attention must have shape (H, {n}) or ({n},) on a {rows}x{columns} grid, got {tuple(attention.shape)}."
         )
-    for name, value in (("tiles", down), ("tiles", across), ("budget", budget)):
+    for name, value in (("tiles", tile_rows), ("tiles", tile_columns), ("budget", budget)):
         check_count(name, value)
     _check_alpha(alpha)
     check_choice("fidelity", fidelity, Fidelity)
-    room = [n] * (count + 1) if room is None else list(room)
-    if len(room) != count + 1:
+    capacity = [n] * (num_tiles + 1) if capacity is None else list(capacity)
+    if len(capacity) != num_tiles + 1:
         raise BadParameter(
-            f"room must say how many patches the base view and each of the {count} tiles have, got {room}."
+            f"capacity must have one entry for the base view and one for each of the {num_tiles} tiles, got {capacity}."
         )
-    if budget > sum(room):
-        raise unmet("hired", budget, sum(room), "its base view and tiles")
-    summed = _summed(attention)
+    if budget > sum(capacity):
+        raise budget_error("hired", budget, sum(capacity), "patches in its base view and tiles")
     content = torch.zeros(n, dtype=torch.int64)
-    content[stable_topk(summed, int(n * (1 - alpha)))[0]] = 1
+    content[stable_topk(_sum_heads(attention), int(n * (1 - alpha)))[0]] = 1
     if fidelity == "released":
-        if n % count:
+        if n % num_tiles:
             raise BadParameter(
-                f"The released rule cuts {n} patches into {count} equal runs, which leaves {n % count} over. "
-                "Take fidelity='paper', which cuts by place."
+                f"fidelity='released' cuts the {n} patches of the base view into {num_tiles} equal runs, which leaves "
+                f"{n % num_tiles} over. Use fidelity='paper', which cuts by position."
             )
-        found = content.reshape(count, -1).sum(1)
+        content_per_tile = content.reshape(num_tiles, -1).sum(1)
     else:
-        row = (2 * torch.arange(rows) + 1) * down // (2 * rows)
-        column = (2 * torch.arange(columns) + 1) * across // (2 * columns)
-        found = torch.zeros(count, dtype=torch.int64)
-        found.index_add_(0, (row[:, None] * across + column).flatten(), content)
-    counts: list[int] = found.tolist() if int(found.sum()) else [1] * count  # no content at all: all tiles alike
-    base = min(int(budget * alpha), room[0])
-    rest = min(budget - base, sum(room[1:]))
+        row = (2 * torch.arange(rows) + 1) * tile_rows // (2 * rows)
+        column = (2 * torch.arange(columns) + 1) * tile_columns // (2 * columns)
+        content_per_tile = torch.zeros(num_tiles, dtype=torch.int64)
+        content_per_tile.index_add_(0, (row[:, None] * tile_columns + column).flatten(), content)
+    # without any content all tiles get the same
+    weights: list[int] = content_per_tile.tolist() if int(content_per_tile.sum()) else [1] * num_tiles
+    base = min(int(budget * alpha), capacity[0])
+    rest = min(budget - base, sum(capacity[1:]))
     if exact:
-        given = _apportion(counts, rest, room[1:])
-        return [budget - sum(given), *given]
-    return [base, *(min(rest * mine // sum(counts), most) for mine, most in zip(counts, room[1:], strict=True))]
+        shares = _apportion(weights, rest, capacity[1:])
+        return [budget - sum(shares), *shares]
+    truncated = [rest * weight // sum(weights) for weight in weights]
+    return [base, *(min(share, maximum) for share, maximum in zip(truncated, capacity[1:], strict=True))]
 
 
 def plan_tiles(
@@ -232,42 +229,44 @@ def plan_tiles(
     exact: bool = True,
     order: Order = "raster",
 ) -> ReductionBatch:
-    """Plan the base view and all tiles of one high-resolution image together, under one budget (HiRED).
+    """Plan the base view and all tiles of one high-resolution image with a common budget (HiRED).
 
-    Each view keeps its patches of highest CLS attention at the tap, as many as :func:`tile_budgets` gives it; that
-    may be none.
+    Each view keeps its patches of highest CLS attention at the feature layer. :func:`tile_budgets` determines how many,
+    which may be none.
 
     Parameters
     ----------
     base : VisualTokens
-        The base view, with ``cls_attention`` and the signal ``"cls_attention@0"``, that of block 0.
+        Base view, with ``cls_attention`` and the signal ``"cls_attention@0"`` of block 0.
     tiles : sequence of VisualTokens or None
-        The tiles row by row, with ``cls_attention``; None for one that shows nothing of the image, and gets nothing.
+        Tiles in row-major order, with ``cls_attention``; None for a tile that shows nothing of the image.
     budget : int
-        Tokens of the whole image.
+        Number of tokens of the whole image.
     layout : (int, int)
         Rows and columns of tiles.
     alpha, fidelity, exact
         As for :func:`tile_budgets`.
     order : {"raster", "native"}
-        Of the tokens of each view.
+        Order of the tokens of each view.
 
     Returns
     -------
     ReductionBatch
-        The reduction of the base view, then those of the tiles that there are.
+        Reduction of the base view, followed by those of the tiles that are not None.
     """
     check_choice("order", order, Order)
     if layout[0] * layout[1] != len(tiles):
-        raise BadParameter(f"layout {layout[0]}x{layout[1]} holds {layout[0] * layout[1]} tiles, got {len(tiles)}.")
+        raise BadParameter(f"layout {layout[0]}x{layout[1]} has {layout[0] * layout[1]} tiles, got {len(tiles)}.")
     views = [base, *tiles]
-    first = read_signal(base, "cls_attention@0", "hired", (None, len(base)))
-    room = [0 if view is None else len(view) for view in views]
-    shares = tile_budgets(first, base.grid, layout, budget, alpha=alpha, room=room, fidelity=fidelity, exact=exact)
+    attention = read_signal(base, "cls_attention@0", "hired", (None, len(base)))
+    capacity = [0 if view is None else len(view) for view in views]
+    budgets = tile_budgets(
+        attention, base.grid, layout, budget, alpha=alpha, capacity=capacity, fidelity=fidelity, exact=exact
+    )
     return ReductionBatch.of(
         [
-            _most_attended(view, share, order, "hired", f"hired(budget={share})")
-            for view, share in zip(views, shares, strict=True)
+            _plan_view(view, view_budget, order, "hired", f"hired(budget={view_budget})")
+            for view, view_budget in zip(views, budgets, strict=True)
             if view is not None
         ]
     )
@@ -279,38 +278,40 @@ def _check_alpha(alpha: float) -> None:
         raise BadParameter(f"alpha must be between 0 and 1, got {alpha!r}.")
 
 
-def _summed(attention: Tensor) -> Tensor:
-    """Attention summed over heads, float32 rounded from float64, so that equal columns tie."""
+def _sum_heads(attention: Tensor) -> Tensor:
+    """Return attention summed over heads, float32 rounded from float64, so that equal columns tie."""
     wide = attention.detach().double()
     return (wide.sum(0) if wide.ndim == 2 else wide).float().cpu()
 
 
-def _most_attended(tokens: VisualTokens, budget: int, order: Order, name: str, by: str) -> Reduction:
-    attention = _summed(tokens.signal("cls_attention", name))
+def _plan_view(tokens: VisualTokens, budget: int, order: Order, name: str, by: str) -> Reduction:
+    attention = _sum_heads(tokens.signal("cls_attention", name))
     if budget > len(tokens):
-        raise unmet(name, budget, len(tokens), "its patches")
+        raise budget_error(name, budget, len(tokens))
     kept = stable_topk(attention, budget)[0]
     if order == "raster":
         kept = kept.sort().values
     return Reduction.pick(kept, tokens.grid, by, score=attention[kept])
 
 
-def _apportion(weights: Sequence[int], total: int, room: Sequence[int]) -> list[int]:
-    """Whole numbers in proportion to ``weights`` that sum up to ``total``, none above its ``room``."""
-    given, open_ = [0] * len(room), list(range(len(room)))
+def _apportion(weights: Sequence[int], total: int, capacity: Sequence[int]) -> list[int]:
+    """Return whole numbers in proportion to ``weights`` that add up to ``total``, each at most its ``capacity``."""
+    shares, open_tiles = [0] * len(capacity), list(range(len(capacity)))
     while total:
-        weight = dict.fromkeys(open_, 1) if not any(weights[t] for t in open_) else {t: weights[t] for t in open_}
-        mass = sum(weight.values())
-        full = [t for t in open_ if total * weight[t] >= room[t] * mass]
+        weight = {t: weights[t] for t in open_tiles}
+        if not any(weight.values()):
+            weight = dict.fromkeys(open_tiles, 1)
+        weight_sum = sum(weight.values())
+        full = [t for t in open_tiles if total * weight[t] >= capacity[t] * weight_sum]
         if not full:
-            for t in open_:
-                given[t] = total * weight[t] // mass
-            by_remainder = sorted(open_, key=lambda t: (-(total * weight[t] % mass), t))
-            for t in by_remainder[: total - sum(given[t] for t in open_)]:
-                given[t] += 1
+            for t in open_tiles:
+                shares[t] = total * weight[t] // weight_sum
+            by_remainder = sorted(open_tiles, key=lambda t: (-(total * weight[t] % weight_sum), t))
+            for t in by_remainder[: total - sum(shares[t] for t in open_tiles)]:
+                shares[t] += 1
             break
-        for t in full:  # its share is at least what it can take; the others share what is left
-            given[t] = room[t]
-            total -= room[t]
-            open_.remove(t)
-    return given
+        for t in full:  # filled completely; the remaining tiles share the rest
+            shares[t] = capacity[t]
+            total -= capacity[t]
+            open_tiles.remove(t)
+    return shares

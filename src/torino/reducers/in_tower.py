@@ -1,15 +1,16 @@
-"""Reducers that work inside a vision tower, a few tokens in each block: what they are told, and what they say.
+"""Reducers that work inside a vision tower and remove a few tokens in each block.
 
-Whoever runs the tower keeps the tokens before the patches (CLS, registers) aside, calls :meth:`TowerReducer.begin`
-once for each image with what enters the first block, and between attention and MLP of every block up to the tap calls
-:meth:`TowerState.advance` with the signals of that block; then :meth:`TowerState.finish`. Each of these leaves in
-``passage.step`` the small matrix to apply to the patches there and then, or None. ln(``passage.sizes``) belongs on the
-key side of the attention logits of the next block, where ``passage.proportional`` says so; all other tokens count 1.
+The code that runs the tower keeps the tokens before the patches (CLS, registers) separate. For each image it calls
+:meth:`TowerReducer.begin` once, with the input of the first block, then :meth:`TowerState.advance` between the
+attention and the MLP of every block up to the feature layer, with the signals of that block, and finally
+:meth:`TowerState.finish`. Each call returns a new state whose ``step`` is the reduction to apply to the patches at
+this point, or None. If ``state.proportional`` is True, ln(``state.sizes``) is added to the attention logits of the
+keys in the next block; all other tokens have size 1.
 
-``passage.done`` composes the steps with :meth:`torino.Reduction.then`: which patches of the image each token stands for
-and with which weights they went into it. That is exact. But the blocks between the steps have changed the values, so
-**applying this matrix to the tokens of the full tower does not give the tokens of the reduced one**: take those
-that the tower itself gave.
+``state.reduction`` composes the steps with :meth:`torino.Reduction.then`: it holds the patches of the image that each
+token stands for and their weights, exactly. The blocks between the steps change the values, however, so **applying this
+matrix to the tokens of the full tower does not give the tokens of the reduced tower**. Use the output of the reduced
+tower itself.
 """
 
 from __future__ import annotations
@@ -22,126 +23,141 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from torino.core.errors import BadTokens, MissingSignal
+from torino.core.errors import MissingSignal
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
-from torino.reducers._matching import Order
-from torino.reducers.base import Reducer
+from torino.reducers.base import Order, Reducer
 
 Schedule = Literal["constant", "decreasing", "increasing"]
 
 
 @dataclass(frozen=True, eq=False)
 class TowerState:
-    """One image on its way through the blocks of a tower, after some of them; every call gives a new one.
+    """State of one image between two blocks of a tower. It is immutable; every method returns a new state.
 
     Attributes
     ----------
     reducer : TowerReducer
-        The method at work.
+        The method.
     removals : tuple of int
-        How many tokens go in each block up to the tap.
+        Number of tokens to remove in each block up to the feature layer.
     has_cls : bool
-        Whether a CLS token stands in front of the patches.
-    done : Reduction
-        What the tokens are made of so far, on the grid of the image.
+        Whether a CLS token precedes the patches.
+    reduction : Reduction
+        Composition of all steps so far, on the grid of the image.
     sizes : Tensor of shape (T,), float32
-        How much each token counts for in attention.
-    memory : object
-        What the method carries along, such as a graph.
+        Size of each token in proportional attention.
+    method_state : object
+        Data that the method keeps between blocks, for example a graph.
     step : Reduction or None
-        What the last call did to the tokens, on a grid of (1, T); None where nothing went.
+        Reduction made by the last call, on a grid of (1, T); None if nothing was removed.
     block : int
-        The block that comes next.
+        Index of the next block.
     """
 
     reducer: TowerReducer
     removals: tuple[int, ...]
     has_cls: bool
-    done: Reduction
+    reduction: Reduction
     sizes: Tensor
-    memory: Any = None
+    method_state: Any = None
     step: Reduction | None = None
     block: int = 0
 
     @property
-    def due(self) -> int:
-        """How many tokens go in the block that comes next; the signals of one where none goes are not wanted."""
+    def num_to_remove(self) -> int:
+        """Number of tokens to remove in the next block. If it is 0, :meth:`advance` needs no signals."""
         return self.removals[self.block]
 
     @property
     def proportional(self) -> bool:
-        """Whether the attention of the block that comes next is to count tokens by their sizes."""
-        return self.reducer.proportional and len(self.done) < self.done.patches
+        """Whether the next block uses proportional attention."""
+        return self.reducer.proportional and len(self.reduction) < self.reduction.patches
 
     def advance(self, signals: Mapping[str, Tensor]) -> TowerState:
-        """Go through a block, of which the method sees what it ``needs``, of this image and without gradients.
+        """Reduce the tokens in the next block, given the signals that the method ``needs``, without gradients.
 
-        ``"head_keys"`` (T, d), ``"keys"`` and ``"queries"`` (T, D) of the patches; ``"attention"`` (H, P + T, T) that
-        all tokens pay to the patches, sizes included, rows being queries: first the P tokens kept aside.
+        Signals are ``"head_keys"`` (T, d), ``"keys"`` (T, D) and ``"queries"`` (T, D) of the patches, and
+        ``"attention"`` (H, P + T, T) of all tokens to the patches. Its rows are queries, the P tokens before the
+        patches first, and it includes the effect of the sizes.
         """
-        if not self.due:
+        if not self.num_to_remove:
             return replace(self, step=None, block=self.block + 1)
-        step, sizes, memory = self.reducer.reduce(self, signals, self.due)
-        done = self.done.then(step)
-        return replace(self, done=done, sizes=sizes, memory=memory, step=step, block=self.block + 1)
+        step, sizes, method_state = self.reducer.reduce(self, signals, self.num_to_remove)
+        reduction = self.reduction.then(step)
+        return replace(
+            self, reduction=reduction, sizes=sizes, method_state=method_state, step=step, block=self.block + 1
+        )
 
     def finish(self) -> TowerState:
-        """Bring the tokens into the order that the method promises, and sign what was done."""
-        done, step = replace(self.done, by=self.reducer.spec), None
-        order = done.anchor.argsort()
+        """Sort the tokens into the output order of the method and label the reduction with its spec."""
+        reduction = replace(self.reduction, by=self.reducer.spec)
+        order = reduction.anchor.argsort()
         if self.reducer.order == "raster" and bool((order.diff() != 1).any()):
-            step = Reduction.pick(order, (1, len(done)), self.reducer.spec, score=done.score[order])
-            done = replace(done.then(step), by=self.reducer.spec)
-            return replace(self, done=done, sizes=self.sizes[order.to(self.sizes.device)], step=step)
-        return replace(self, done=done, step=None)
+            step = Reduction.pick(order, (1, len(reduction)), self.reducer.spec, score=reduction.score[order])
+            reduction = replace(reduction.then(step), by=self.reducer.spec)
+            return replace(self, reduction=reduction, sizes=self.sizes[order.to(self.sizes.device)], step=step)
+        return replace(self, reduction=reduction, step=None)
 
 
 class TowerReducer(Reducer):
-    """A method that works inside a tower: a frozen dataclass of its hyperparameters. ``needs`` are signals of blocks.
+    """Base class of a method that works inside a tower. Its ``needs`` are signals of each block.
 
-    Write :meth:`removals` and :meth:`reduce`, and :meth:`remember` where something is worked out of the embeddings.
+    Subclasses are frozen dataclasses. Implement :meth:`removals` and :meth:`reduce`, and :meth:`init_method_state` if
+    the method keeps data between blocks.
     """
 
-    inside: ClassVar[bool] = True
+    in_tower: ClassVar[bool] = True
     proportional: bool
-    """Whether ln(size) is added to the attention logits of keys."""
+    """Whether ln(size) is added to the attention logits of the keys."""
     order: Order
-    """Order of the tokens that come out: by place, or as the last block leaves them."""
+    """Output order: by position, or as the last block leaves the tokens."""
 
     @abstractmethod
     def removals(self, patches: int, blocks: int, has_cls: bool) -> Sequence[int]:
-        """How many tokens go in each of the blocks up to and including the tap, or UnmetBudget."""
+        """Return how many tokens to remove in each block up to the feature layer, or raise UnmetBudget."""
 
     @abstractmethod
-    def reduce(self, passage: TowerState, signals: Mapping[str, Tensor], r: int) -> tuple[Reduction, Tensor, Any]:
-        """Let ``r`` > 0 tokens go: the matrix on a grid of (1, T), the sizes after it, and what is carried along."""
+    def reduce(self, state: TowerState, signals: Mapping[str, Tensor], r: int) -> tuple[Reduction, Tensor, Any]:
+        """Remove ``r`` > 0 tokens: return the step on a grid of (1, T), the new sizes and the new method state."""
 
-    def remember(self, patches: Tensor, grid: tuple[int, int]) -> Any:
-        """What to carry along, from the embedded patches (N, D) that enter the first block."""
+    def init_method_state(self, patches: Tensor, grid: tuple[int, int]) -> Any:
+        """Compute the method state from the embedded patches (N, D), the input of the first block."""
 
     def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> TowerState:
-        """Take up one image, whose embedded patches (N, D) will go through so many blocks up to the tap."""
+        """Start the reduction of one image.
+
+        Parameters
+        ----------
+        patches : Tensor of shape (N, D)
+            Embedded patches, the input of the first block.
+        grid : (int, int)
+            Patch rows and columns.
+        blocks : int
+            Number of blocks up to and including the feature layer.
+        has_cls : bool
+            Whether a CLS token precedes the patches.
+        """
         removals = tuple(self.removals(len(patches), blocks, has_cls))
         sizes = torch.ones(len(patches), device=patches.device)
-        memory = self.remember(patches, grid)
-        return TowerState(self, removals, has_cls, Reduction.identity(grid, self.spec), sizes, memory)
+        method_state = self.init_method_state(patches, grid)
+        return TowerState(self, removals, has_cls, Reduction.identity(grid, self.spec), sizes, method_state)
 
     def plan(self, tokens: VisualTokens) -> Reduction:
-        """Say that finished tokens come too late."""
+        """Raise MissingSignal: the method cannot plan the output of a tower."""
         raise MissingSignal(
-            f"{self.name} works inside a vision tower, block by block, and these tokens have left theirs. Give it to "
-            "torino.vlm.reduced(model, ...) or to Tower.reduce, which run the tower; for finished tokens choose a "
-            "reducer that works at the tap, such as tome or gtp."
+            f"{self.name} works inside the vision tower and cannot reduce the output tokens of a tower. Use it with "
+            "torino.vlm.reduced(model, ...) or Tower.reduce, which run the tower, or choose a reducer that works on "
+            "output tokens, such as tome or gtp."
         )
 
 
 class InTowerReducer(Protocol):
-    """What running a tower asks of a reducer that works inside it."""
+    """Interface of a reducer as seen by the code that runs a tower."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """Signals of each block."""
+        """Signals of each block that the method reads."""
         ...
 
     @property
@@ -150,61 +166,60 @@ class InTowerReducer(Protocol):
         ...
 
     def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> TowerState:
-        """Take up one image."""
+        """Start the reduction of one image."""
         ...
 
 
 def as_in_tower(reducer: Reducer) -> InTowerReducer | None:
-    """The same reducer if it works inside a tower, and cannot plan finished tokens; otherwise None."""
-    return cast(InTowerReducer, reducer) if reducer.inside else None
+    """Return the reducer if it works inside a tower, otherwise None."""
+    return cast(InTowerReducer, reducer) if reducer.in_tower else None
 
 
-def spread(
+def schedule_removals(
     patches: int,
     budget: int,
     blocks: int,
     *,
     schedule: Schedule = "constant",
-    most: Callable[[int], int],
-    room: Callable[[int], int],
+    max_removals: Callable[[int], int],
+    max_tokens: Callable[[int], int],
 ) -> list[int]:
-    """How many tokens go in each block, to come from ``patches`` to ``budget`` exactly.
+    """Return how many tokens to remove in each block to get from ``patches`` to exactly ``budget``.
 
-    With a mean of r tokens a block, a constant schedule takes r in each, a decreasing one 2r in the first, falling
-    in a straight line to none in the last, and an increasing one the other way round; rounded down, what is over
-    going on to the next. A block takes more than that only if the rest could not be done in those behind it, and less
-    only if it cannot; so the sum falls short of ``patches − budget`` only where no schedule can get there.
+    If r is the mean number per block, a constant schedule removes r in each block, a decreasing one 2r in the first
+    block and linearly fewer down to 0 in the last one, and an increasing one the reverse. Shares are rounded down and
+    the remainder is carried to the next block. A block removes more than its share only if the later blocks could not
+    remove the rest, and less only if it cannot remove its share. The sum is less than ``patches − budget`` only if no
+    schedule can meet the budget.
 
     Parameters
     ----------
     patches, budget, blocks : int
     schedule : {"constant", "decreasing", "increasing"}
-    most : callable
-        How many of T tokens one block can take.
-    room : callable
-        How many tokens there may be at most when so many blocks are left, for these to come down to the budget.
+    max_removals : callable
+        Maximal number of tokens that one block can remove from T tokens.
+    max_tokens : callable
+        Maximal number of tokens from which a given number of remaining blocks can still reach the budget.
 
     Examples
     --------
-    >>> half = {"most": lambda tokens: tokens // 2, "room": lambda left: 192 << left}
-    >>> spread(576, 192, 23, **half) == [16] * 7 + [17] * 16
+    >>> halving = {"max_removals": lambda tokens: tokens // 2, "max_tokens": lambda left: 192 << left}
+    >>> schedule_removals(576, 192, 23, **halving) == [16] * 7 + [17] * 16
     True
-    >>> spread(576, 192, 5, schedule="decreasing", **half), spread(576, 192, 2, **half)
+    >>> schedule_removals(576, 192, 5, schedule="decreasing", **halving), schedule_removals(576, 192, 2, **halving)
     ([153, 115, 77, 39, 0], [192, 192])
     """
-    falling = range(blocks - 1, -1, -1)
-    weights = {"constant": [1] * blocks, "decreasing": list(falling), "increasing": list(reversed(falling))}[schedule]
-    taken: list[int] = []
-    for number, weight in enumerate(weights):
-        excess, ahead = patches - budget, sum(weights[number:])
-        share = excess * weight // ahead if ahead else excess
-        r = min(max(share, patches - room(blocks - 1 - number)), most(patches))
-        taken.append(r)
+    descending = range(blocks - 1, -1, -1)
+    weights = {
+        "constant": [1] * blocks,
+        "decreasing": list(descending),
+        "increasing": list(reversed(descending)),
+    }[schedule]
+    removals: list[int] = []
+    for block, weight in enumerate(weights):
+        excess, remaining_weight = patches - budget, sum(weights[block:])
+        share = excess * weight // remaining_weight if remaining_weight else excess
+        r = min(max(share, patches - max_tokens(blocks - 1 - block)), max_removals(patches))
+        removals.append(r)
         patches -= r
-    return taken
-
-
-def check_finite(values: Tensor, what: str) -> None:
-    """Refuse what a tower that has overflowed gives."""
-    if not bool(torch.isfinite(values).all()):
-        raise BadTokens(f"{what} hold NaN or infinite values. Run the tower in float32 or bfloat16.")
+    return removals

@@ -1,4 +1,4 @@
-"""SCOPE: the patches that cover the image best, salient ones first.
+"""SCOPE: select patches by coverage of the image, weighted by saliency.
 
 SCOPE: Saliency-Coverage Oriented Token Pruning for Efficient Multimodal LLMs (Deng et al., NeurIPS 2025).
 """
@@ -6,20 +6,19 @@ SCOPE: Saliency-Coverage Oriented Token Pruning for Efficient Multimodal LLMs (D
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
-from torino.reducers._checks import check_choice, check_count, check_number, unmet
-from torino.reducers.base import Reducer, register
-from torino.reducers.divprune import cosines
+from torino.reducers._checks import budget_error, check_choice, check_count, check_number
+from torino.reducers._similarity import pairwise_cosines
+from torino.reducers.base import Order, Reducer, register
 
-Order = Literal["raster", "native"]
-UNIT = 1 << 24  # similarities are whole numbers of 1/UNIT, the step of float32 just below 1
-ROWS = 127  # this many of them add up to less than 2**31
+UNIT = 1 << 24  # similarities are integers in units of 1/UNIT, the resolution of float32 just below 1
+CHUNK_ROWS = 127  # the sum of this many similarities is below 2**31
 
 
 @register("scope")
@@ -27,28 +26,28 @@ ROWS = 127  # this many of them add up to less than 2**31
 class Scope(Reducer):
     """Keep the patches that add most coverage, weighted by CLS attention (SCOPE).
 
-    With S the cosines of the patches, a the CLS attention summed over heads, and c_i = max(0, max_{j picked} S_ij)
-    how well patch i is covered, each step picks
+    Let S be the cosines of the patches, a the CLS attention summed over heads, and c_i = max(0, max_{j selected} S_ij)
+    the coverage of patch i. Each step selects
 
         argmax_j a_j^α · Σ_i max(0, S_ij - c_i)
 
-    among the patches not picked yet, ties to the lowest index. The score of a token is that product when it was
-    picked, and a patch is stood for by the picked token that covers it best, or by none where no cosine is positive.
+    among the patches not selected yet, ties to the lowest index. The score of a token is that product at selection. A
+    patch is assigned to the selected token that covers it best, or to none if no cosine is positive.
 
     Reads ``"cls_attention"`` of shape (H, N). Prunes.
 
-    As released, with one difference: S is rounded to whole numbers of 2⁻²⁴. Sums of gains are then exact in any
-    order, so after a pick only the rows whose coverage rose need to be looked at again, and the result is that of
-    summing anew at each step.
+    Difference from the release: S is rounded to multiples of 2⁻²⁴. Sums of gains are then exact in any order, so after
+    a selection only the rows whose coverage increased are updated, and the result equals a full computation at each
+    step.
 
     Parameters
     ----------
     budget : int
-        Exactly this many tokens, at most N.
+        Exact number of tokens, at most N.
     alpha : float
-        Weight of saliency; 0 is coverage alone.
+        Exponent of the saliency; 0 uses coverage only.
     order : {"raster", "native"}
-        By place as released, or in the order of picking.
+        By position, as released, or in order of selection.
     """
 
     budget: int
@@ -61,10 +60,10 @@ class Scope(Reducer):
     merges: ClassVar[bool] = False
     adaptive: ClassVar[bool] = False
     cost: ClassVar[str] = "O(N²·D + B·N²) at worst"
-    original_licence: ClassVar[str] = "none stated"
+    original_license: ClassVar[str] = "none stated"
 
     def __post_init__(self) -> None:
-        """Refuse hyperparameters out of range."""
+        """Validate the hyperparameters."""
         check_count("budget", self.budget)
         check_number("alpha", self.alpha)
         check_choice("order", self.order, Order)
@@ -73,38 +72,39 @@ class Scope(Reducer):
         """Plan one image."""
         n, attention = len(tokens), tokens.signal("cls_attention", self.name)
         if self.budget > n:
-            raise unmet(self.name, self.budget, n, "its patches")
+            raise budget_error(self.name, self.budget, n)
         saliency = attention.detach().double().sum(0).cpu().numpy() ** self.alpha
-        whole = cosines(tokens.patches, torch.float64).clamp_(0, 1).mul_(UNIT).round_().int().cpu()
-        similar, gain = whole.numpy(), whole.sum(1).double().numpy()  # far below 2**53: exact
-        covered = np.zeros(n, np.int32)
+        integers = pairwise_cosines(tokens.patches, torch.float64).clamp_(0, 1).mul_(UNIT).round_().int().cpu()
+        similarity, gain = integers.numpy(), integers.sum(1).double().numpy()  # far below 2**53: exact
+        coverage = np.zeros(n, np.int32)
         kept, score = np.empty(self.budget, np.int64), np.empty(self.budget)
         for step in range(self.budget):
-            worth = gain * saliency
-            pick = worth.argmax()
-            kept[step], score[step] = pick, worth[pick]
-            row = similar[pick]
-            rose = (row > covered).nonzero()[0]
-            for start in range(0, len(rose), ROWS):
-                some = rose[start : start + ROWS]
-                before, after = covered.take(some), row.take(some)
-                lost = similar.take(some, 0)  # of what each patch could add there, the part from before to after
+            value = gain * saliency
+            selected = value.argmax()
+            kept[step], score[step] = selected, value[selected]
+            row = similarity[selected]
+            increased = (row > coverage).nonzero()[0]
+            for start in range(0, len(increased), CHUNK_ROWS):
+                chunk = increased[start : start + CHUNK_ROWS]
+                before, after = coverage.take(chunk), row.take(chunk)
+                # the part of each patch's possible gain that lies between the old and the new coverage is lost
+                lost = similarity.take(chunk, 0)
                 np.maximum(lost, before[:, None], out=lost)
                 np.minimum(lost, after[:, None], out=lost)
                 gain -= np.add.reduce(lost, 0, np.int32)
                 gain += np.add.reduce(before)
-            np.maximum(covered, row, out=covered)
-            gain[pick], saliency[pick] = -1, 1.0  # below every patch that is left, as these have at least 0
-        covers = np.where(covered > 0, similar[kept].argmax(0), -1)  # the first that covers it best
-        covers[kept] = np.arange(self.budget)  # a kept patch stands for itself
+            np.maximum(coverage, row, out=coverage)
+            gain[selected], saliency[selected] = -1, 1.0  # below all remaining patches, whose value is at least 0
+        assigned = np.where(coverage > 0, similarity[kept].argmax(0), -1)  # the first of equals
+        assigned[kept] = np.arange(self.budget)  # a kept patch is assigned to itself
         if self.order == "raster":
             order = np.argsort(kept)
             kept, score = kept[order], score[order]
-            covers = np.append(np.argsort(order), -1)[covers]
+            assigned = np.append(np.argsort(order), -1)[assigned]
         return Reduction.pick(
             torch.from_numpy(kept),
             tokens.grid,
             self.spec,
             score=torch.from_numpy(score / UNIT),
-            assigned=torch.from_numpy(covers),
+            assigned=torch.from_numpy(assigned),
         )

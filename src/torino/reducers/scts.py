@@ -1,4 +1,4 @@
-"""SCTS: keep the patches that together show as many concepts of an SAE, as strongly, as a budget allows.
+"""SCTS: select patches that maximize the coverage of SAE concepts.
 
 Semantically Comprehensive Token Pruning in LVLMs via Maximizing Concept Coverage (Li et al., ACL 2026, long 1282).
 """
@@ -14,14 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from torino.core.concepts import ConceptEncoder, Concepts
-from torino.core.errors import UnmetBudget
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import stage
 from torino.core.tokens import VisualTokens, ragged_patches
-from torino.reducers._checks import check_choice, check_count, check_encoder
-from torino.reducers.base import Reducer, register
+from torino.reducers._checks import budget_error, check_choice, check_count, check_encoder
+from torino.reducers.base import Order, Reducer, register
 
-Order = Literal["raster", "native"]
 Coverage = Literal["max", "binary"]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,36 +28,36 @@ Floats = NDArray[np.float64]
 @register("scts")
 @dataclass(frozen=True)
 class SCTS(Reducer):
-    """Pick, one by one, the patch that adds most to the concepts covered so far (SCTS).
+    """Select patches one by one by their gain in concept coverage (SCTS).
 
     Each patch i has the activations z_ij of its ``m`` strongest latents. The coverage c_j of latent j is its largest
-    activation in any patch picked so far, 0 at first. The next pick is the patch of the largest marginal gain
+    activation in any selected patch, initially 0. The next patch is the one of largest marginal gain
 
         gain(i) = Σ_j max(0, z_ij - c_j),
 
-    ties to the lowest index: greedy maximisation of a facility-location function. With binary coverage an active
-    latent counts 1 instead of z_ij, and the gain is the number of concepts not seen before. When no patch adds
-    anything, the budget is filled with the patches of highest peak activation a(i), as padding.
+    ties to the lowest index: greedy maximization of a facility-location function. With binary coverage an active latent
+    counts 1 instead of z_ij, so the gain is the number of new concepts. If no patch has a gain, the budget is filled
+    with the patches of highest peak activation a(i), as padding.
 
-    Only the abstract of the paper is known to us, and no code: disentangle with an SAE, pose pruning as maximum
-    concept coverage, pick by marginal semantic gain over uncovered concepts. Coverage by maximum, ``m``, and the
-    filling are our reading of it, and numbers of this class are not the authors' numbers.
+    Only the abstract of the paper was available, and no code: disentangle with an SAE, formulate pruning as maximum
+    concept coverage, select by marginal semantic gain over uncovered concepts. Coverage by maximum, ``m`` and the
+    padding are our interpretation, and results of this class are not the authors' results.
 
-    The concept of a token is the latent it gained most on (of padding, its strongest), its score the gain when it was
-    picked (0 for padding). A pruned patch is stood for by the token that covers its strongest concept.
+    The concept of a token is the latent with the largest gain (for padding, its strongest latent). The score is the
+    gain at selection (0 for padding). A pruned patch is assigned to the token that covers its strongest concept.
 
     Parameters
     ----------
     sae : ConceptEncoder
         An SAE, or ``RawEmbedding()``.
     budget : int
-        Exactly this many tokens, at most N.
+        Exact number of tokens, at most N.
     m : int
-        Latents looked at per patch; latents that are not active never count. At most the latents there are.
+        Number of latents per patch, at most the number of latents of the SAE. Inactive latents never count.
     coverage : {"max", "binary"}
         How a concept is covered, see above.
     order : {"raster", "native"}
-        By place, or in the order of picking with the padding last.
+        By position, or in order of selection with the padding last.
     """
 
     sae: ConceptEncoder
@@ -73,10 +71,10 @@ class SCTS(Reducer):
     adaptive: ClassVar[bool] = False
     emits_cls: ClassVar[bool] = False
     cost: ClassVar[str] = "O(N·D·C + B·N·m)"
-    original_licence: ClassVar[str] = "no code found"
+    original_license: ClassVar[str] = "no code found"
 
     def __post_init__(self) -> None:
-        """Refuse hyperparameters out of range."""
+        """Validate the hyperparameters."""
         check_count("budget", self.budget)
         check_count("m", self.m)
         check_choice("coverage", self.coverage, Coverage)
@@ -88,42 +86,40 @@ class SCTS(Reducer):
         return self.plan_batch([tokens])[0]
 
     def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
-        """Plan several images with one pass of the SAE; each is then picked from alone."""
+        """Plan several images with one pass of the SAE; the selection is independent for each image."""
         packed = ragged_patches(images)
         for tokens in images:
             self.sae.check_origin(tokens.origin, tokens.width)
             if self.budget > len(tokens):
-                raise UnmetBudget(
-                    f"{self.name} cannot give {self.budget} tokens for an image of {len(tokens)} patches. "
-                    "Lower the budget."
-                )
+                raise budget_error(self.name, self.budget, len(tokens))
         with stage("sae"):
             concepts = self.sae.top(packed.values, self.m)
-            parts = [part.cpu().split(packed.lengths.tolist()) for part in (concepts.indices, concepts.values)]
-            peaks = concepts.peak.cpu().split(packed.lengths.tolist())
-        with stage("picking"):
-            each = zip(images, *parts, peaks, strict=True)
-            return ReductionBatch.of([self._plan(image.grid, Concepts(*of_image)) for image, *of_image in each])
+            lengths = packed.lengths.tolist()
+            parts = [part.cpu().split(lengths) for part in (concepts.indices, concepts.values, concepts.peak)]
+        with stage("selection"):
+            per_image = zip(images, *parts, strict=True)
+            return ReductionBatch.of([self._plan(image.grid, Concepts(*part)) for image, *part in per_image])
 
     def _plan(self, grid: tuple[int, int], concepts: Concepts) -> Reduction:
         indices = concepts.indices.numpy()
         active = (indices >= 0) & (concepts.values.numpy() > 0)
         weight = concepts.values.double().numpy() if self.coverage == "max" else np.ones(indices.shape)
-        latents, slot = np.unique(indices, return_inverse=True)
-        slot = slot.reshape(indices.shape)
-        picked, gain, best, holder = _cover(slot, np.where(active, weight, 0.0), len(latents), self.budget)
+        latents, latent_index = np.unique(indices, return_inverse=True)
+        latent_index = latent_index.reshape(indices.shape)
+        weight = np.where(active, weight, 0.0)
+        selected, gain, best_slot, covered_by = _select_greedily(latent_index, weight, len(latents), self.budget)
 
         peak = concepts.peak.double().numpy().copy()
-        peak[picked] = -np.inf
-        padding = np.argsort(-peak, kind="stable")[: self.budget - len(picked)]
-        kept = np.concatenate([picked, padding])
-        concept = np.concatenate([indices[picked, best], indices[padding, 0]])
+        peak[selected] = -np.inf
+        padding = np.argsort(-peak, kind="stable")[: self.budget - len(selected)]
+        kept = np.concatenate([selected, padding])
+        concept = np.concatenate([indices[selected, best_slot], indices[padding, 0]])
         score = np.concatenate([gain, np.zeros(len(padding))])
         order = np.argsort(kept, kind="stable") if self.order == "raster" else np.arange(len(kept))
 
         token = np.full(len(indices), -1)
         token[kept[order]] = np.arange(len(kept))
-        covering = np.where(active[:, 0], holder[slot[:, 0]], -1)  # the pick that covers each patch's strongest latent
+        covering = np.where(active[:, 0], covered_by[latent_index[:, 0]], -1)  # patch that covers the strongest latent
         assigned = np.where((token < 0) & (covering >= 0), token[covering], token)
         return Reduction(
             sources=torch.from_numpy(kept[order]),
@@ -131,7 +127,7 @@ class SCTS(Reducer):
             offsets=torch.arange(len(kept) + 1),
             anchor=torch.from_numpy(kept[order]),
             concept=torch.from_numpy(concept[order]),
-            role=tuple(np.where(order < len(picked), "primary", "padding").tolist()),
+            role=tuple(np.where(order < len(selected), "primary", "padding").tolist()),
             grid=grid,
             by=self.spec,
             assigned=torch.from_numpy(assigned),
@@ -139,30 +135,42 @@ class SCTS(Reducer):
         )
 
 
-def _cover(slot: Ints, weight: Floats, latents: int, most: int) -> tuple[Ints, Floats, Ints, Ints]:
-    """Pick greedily until nothing is gained or ``most`` are picked.
+def _select_greedily(
+    latent_index: Ints, weight: Floats, num_latents: int, max_patches: int
+) -> tuple[Ints, Floats, Ints, Ints]:
+    """Select patches greedily until there is no gain or ``max_patches`` are selected.
 
-    Takes the latent, numbered 0 … ``latents`` - 1, and the weight of each slot of each patch, both (N, m). Returns the
-    picks, the gain of each, the slot it gained most on, and for each latent the pick that covers it, -1 where none.
+    Parameters
+    ----------
+    latent_index, weight : arrays of shape (N, m)
+        Latent, from 0 to ``num_latents`` - 1, and weight of each of the m slots of each patch.
+    num_latents, max_patches : int
+
+    Returns
+    -------
+    selected, gains, best_slot : arrays of shape (M,)
+        Selected patches, their gains, and the slots of largest gain.
+    covered_by : array of shape (num_latents,)
+        Selected patch that covers each latent, or -1.
     """
-    slots, weights = np.ascontiguousarray(slot.T), np.ascontiguousarray(weight.T)  # one vector sum per slot
-    covered, holder = np.zeros(latents), np.full(latents, -1)
+    slots, weights = np.ascontiguousarray(latent_index.T), np.ascontiguousarray(weight.T)  # one vector sum per slot
+    coverage, covered_by = np.zeros(num_latents), np.full(num_latents, -1)
     added = np.empty_like(weights)
-    picked: list[int] = []
+    selected: list[int] = []
     gains: list[float] = []
-    best: list[int] = []
-    while len(picked) < most:
-        np.take(covered, slots, out=added, mode="clip")  # "clip" writes straight into ``added``
+    best_slot: list[int] = []
+    while len(selected) < max_patches:
+        np.take(coverage, slots, out=added, mode="clip")  # "clip" writes directly into ``added``
         np.subtract(weights, added, out=added)
         np.maximum(added, 0.0, out=added)
         gain = added.sum(0)
         patch = int(gain.argmax())
         if gain[patch] <= 0:
             break
-        picked.append(patch)
+        selected.append(patch)
         gains.append(float(gain[patch]))
-        best.append(int(added[:, patch].argmax()))
-        rises = added[:, patch] > 0
-        covered[slots[rises, patch]] = weights[rises, patch]
-        holder[slots[rises, patch]] = patch
-    return np.array(picked, np.int64), np.array(gains), np.array(best, np.int64), holder
+        best_slot.append(int(added[:, patch].argmax()))
+        increased = added[:, patch] > 0
+        coverage[slots[increased, patch]] = weights[increased, patch]
+        covered_by[slots[increased, patch]] = patch
+    return np.array(selected, np.int64), np.array(gains), np.array(best_slot, np.int64), covered_by

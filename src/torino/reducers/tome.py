@@ -1,4 +1,4 @@
-"""ToMe at the tap layer: merge the most similar pairs, a few at a time; and one step of it, for use inside a tower.
+"""ToMe on output tokens: merge the most similar pairs in several steps. ``tome_step`` is one step.
 
 Bolya et al., Token Merging: Your ViT But Faster, ICLR 2023 (arXiv 2210.09461).
 """
@@ -15,48 +15,49 @@ from torino.core.errors import BadTokens
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
 from torino.reducers._checks import check_choice, check_count, check_flag, read_signal
-from torino.reducers._matching import Order, averaged, fold
-from torino.reducers.base import Reducer, register
-from torino.reducers.folder import folds
+from torino.reducers._matching import mean_reduction, merge_in_steps
+from torino.reducers.base import Order, Reducer, register
+from torino.reducers.folder import plan_removals
 
 
 @register("tome")
 @dataclass(frozen=True)
 class ToMe(Reducer):
-    """Merge the most similar pairs of patches, a few a step, by their attention keys (ToMe, at the tap layer).
+    """Merge the most similar pairs of patches by attention keys, in several small steps (ToMe).
 
-    One step deals the tokens alternately into sources and targets, a CLS token in front, gives each source its most
-    similar target by the cosine of keys averaged over heads, and merges the r sources of highest similarity into
-    theirs (see :mod:`torino.reducers._matching`). A merged token is the mean of its patches, without any rescale, and
-    takes the place of the target. ToMe removes r tokens in each block; here the steps follow one another at the
-    tap, and 384 of 576 go in 23 of them, as many as the blocks up to LLaVA's layer: 7 × 16, then 16 × 17.
+    Each step splits the tokens alternately into sources and targets, with a CLS token in front. Each source is matched
+    with its most similar target by the cosine of the keys, averaged over heads, and the r sources of highest similarity
+    are merged into their targets (see :mod:`torino.reducers._matching`). A merged token is the mean of its patches,
+    without rescaling, and has the position of the target. The original removes r tokens in each block of a tower; here
+    all steps run on the output tokens. To keep 192 of 576 tokens, 384 are removed in 23 steps, the number of blocks up
+    to the feature layer of LLaVA: 7 × 16, then 16 × 17.
 
-    Deviations: ToMe is not a selector on finished features. In a tower the later blocks see merged tokens, compute
-    new keys from them and add ln(size) to the attention logits of keys, which is ``tome-tower``; here the keys of a
-    merged token are the mean of its patches' keys. Nobody states which schedule gave the ToMe rows of LLaVA tables.
-    With ``steps=None, between="raster", class_token=False`` it is ``folder(metric="head_keys",
-    log_size_scale="never")``. Not permutation equivariant.
+    Deviations: the original does not work on output tokens. In a tower, later blocks process merged tokens, compute
+    new keys from them and add ln(size) to the attention logits of the keys; that is ``tome-tower``. Here the key of a
+    merged token is the mean of the keys of its patches. No publication states the schedule of the ToMe rows in LLaVA
+    tables. With ``steps=None, step_order="raster", class_token=False`` the method equals
+    ``folder(metric="head_keys", log_size_scale="never")``. It is not permutation equivariant.
 
     Parameters
     ----------
     budget : int
-        Exactly this many tokens, at most N; no CLS token among them.
+        Exact number of tokens, at most N, without the CLS token.
     steps : int or None
-        The removals are spread evenly over so many steps, smaller ones first; if one cannot take its share,
-        half of the patches being the most, what is left goes in further steps. None: as few steps as can be.
-    between : {"native", "raster"}
-        Order of the sequence from one step to the next, which decides what is a source: as released, sources left
-        and then targets, or by place, as in FOLDER.
+        Number of steps over which the removals are distributed evenly, smaller ones first. A step can merge at most
+        half of the patches; if a step cannot remove its share, additional steps follow. None: as few steps as possible.
+    step_order : {"native", "raster"}
+        Order of the sequence between two steps, which determines the sources: sources then targets as released, or by
+        position as in FOLDER.
     class_token : bool
-        Whether a CLS token stands in front and is protected, as in a ViT. It need not be given. Without one, the
-        release leaves the sources by falling similarity instead of by place.
+        Whether a CLS token precedes the patches and is protected, as in a ViT. It need not be given. Without one, the
+        release orders the sources by descending similarity instead of by position.
     order : {"raster", "native"}
-        Output by place of the target; or as the last step leaves the sequence.
+        Output by position of the target, or as the last step leaves the sequence.
     """
 
     budget: int
     steps: int | None = 23
-    between: Order = "native"
+    step_order: Order = "native"
     class_token: bool = True
     order: Order = "raster"
 
@@ -64,47 +65,46 @@ class ToMe(Reducer):
     merges: ClassVar[bool] = True
     cost: ClassVar[str] = "O(steps·N²·D/H)"
     paper: ClassVar[str] = "Bolya et al., ToMe, ICLR 2023, arXiv 2210.09461"
-    original_licence: ClassVar[str] = "CC BY-NC 4.0"
+    original_license: ClassVar[str] = "CC BY-NC 4.0"
 
     def __post_init__(self) -> None:
-        """Refuse hyperparameters out of range."""
+        """Validate the hyperparameters."""
         check_count("budget", self.budget)
         check_count("steps", 1 if self.steps is None else self.steps)
-        check_choice("between", self.between, Order)
+        check_choice("step_order", self.step_order, Order)
         check_flag("class_token", self.class_token)
         check_choice("order", self.order, Order)
 
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Plan one image."""
         keys = read_signal(tokens, "head_keys", self.name, (len(tokens), None))
-        steps = folds(self.name, len(tokens), self.budget, cls_first=self.class_token, steps=self.steps)
-        folded = fold(keys, steps, cls_first=self.class_token, between=self.between)
-        return averaged(folded, tokens.grid, self.spec, order=self.order)
+        removals = plan_removals(self.name, len(tokens), self.budget, cls_first=self.class_token, steps=self.steps)
+        merged = merge_in_steps(keys, removals, cls_first=self.class_token, step_order=self.step_order)
+        return mean_reduction(merged, tokens.grid, self.spec, order=self.order)
 
 
 def tome_step(
     keys: Tensor, sizes: Tensor, r: int, *, class_token: bool = True, order: Order = "native", by: str = "tome-step"
 ) -> Reduction:
-    """One block's merge, between its attention and its MLP: a matrix for the patches that this block holds.
+    """Return the reduction of one block, to be applied to its patches between attention and MLP.
 
-    One keeps the CLS token aside, starts with ``done = Reduction.identity(grid)`` and ``sizes`` of ones, and in
-    each block takes ``step = tome_step(keys, sizes, r)``, ``states = step.apply(states)``,
-    ``sizes = merged_sizes(step, sizes)`` and ``done = done.then(step)``. From then on ln(sizes) belongs on
-    the key side of the attention logits (proportional attention). ``done`` tells what each token is made of.
-    ``tome-tower`` does this.
+    To run ToMe inside a tower, keep the CLS token separate and start with ``total = Reduction.identity(grid)`` and
+    ``sizes`` of ones. In each block compute ``step = tome_step(keys, sizes, r)``, then ``states = step.apply(states)``,
+    ``sizes = merged_sizes(step, sizes)`` and ``total = total.then(step)``. From then on add ln(sizes) to the attention
+    logits of the keys (proportional attention). ``total`` holds the patches of each token. ``tome-tower`` does this.
 
     Parameters
     ----------
     keys : Tensor of shape (T, d)
         Keys of the patches in this block, averaged over heads.
     sizes : Tensor of shape (T,)
-        How many patches of the image each one stands for.
+        Number of patches of the image that each token stands for.
     r : int
-        How many to remove; no more than T//2 are, or (T − 1)//2 without a CLS token.
+        Number of tokens to remove. At most T//2 are removed, or (T − 1)//2 without a CLS token.
     class_token : bool
-        Whether the sequence has a CLS token in front.
+        Whether a CLS token precedes the sequence.
     order : {"native", "raster"}
-        Sources left and then targets, as released, or by place.
+        Sources then targets as released, or by position.
 
     Returns
     -------
@@ -124,12 +124,12 @@ def tome_step(
             f"{tuple(sizes.shape)}. Give one image at a time."
         )
     r = min(r, (len(keys) + class_token - 1) // 2)
-    folded = fold(keys, [r], cls_first=class_token, between=order)
-    return averaged(folded, (1, len(keys)), by, order=order, sizes=sizes)
+    merged = merge_in_steps(keys, [r], cls_first=class_token, step_order=order)
+    return mean_reduction(merged, (1, len(keys)), by, order=order, sizes=sizes)
 
 
 def merged_sizes(step: Reduction, sizes: Tensor) -> Tensor:
-    """How many patches each token stands for after a step that merged tokens of these sizes."""
+    """Return how many patches each token stands for after a step that merged tokens of the given sizes."""
     return torch.zeros(len(step), dtype=sizes.dtype, device=sizes.device).index_add(
         0, step.assigned.to(sizes.device), sizes
     )

@@ -1,6 +1,6 @@
-"""TORINO-X: a few patches that cover all others, by the overlap of whole sparse codes and by place.
+"""TORINO-X: select patches that cover all others, by the overlap of sparse codes and by distance.
 
-Beyond the paper; ``docs/beyond.md`` has what each choice was measured to give.
+This method extends the paper. The research reports describe the effect of each design choice.
 """
 
 from __future__ import annotations
@@ -12,136 +12,121 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from torino.core.concepts import ConceptEncoder, Concepts, Rank
+from torino.core.concepts import ConceptEncoder, Concepts
 from torino.core.errors import BadParameter, UnmetBudget
 from torino.core.grouping import Groups, Ints, shared_concepts
-from torino.core.ragged import offsets_of
+from torino.core.ragged import offsets_from_lengths
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import stage
 from torino.core.tokens import VisualTokens, ragged_patches
 from torino.reducers._checks import check_choice, check_count, check_encoder, check_flag, check_number
-from torino.reducers.base import PositionMode, Reducer, register
+from torino.reducers.base import Order, PositionMode, Reducer, register
 
-Order = Literal["raster", "native"]
-Pick = Literal["cover", "far", "place"]
-Evidence = Literal["peak", "even"]
-Form = Literal["merge", "prune"]
+Mode = Literal["merge", "prune"]
 Floats = NDArray[np.float32]
-TIE = 1e-4  # of a patch: gains this near count as equal, whatever order sums were made in, and smaller ones as none
+TIE = 1e-4  # in patches: gains that differ by less count as equal, for any order of summation, and smaller ones as 0
 
 
 @register("torino-x")
 @dataclass(frozen=True)
 class TorinoX(Reducer):
-    """Keep the patches whose concepts cover those of all others best, one by one (TORINO-X).
+    """Select patches one by one so that their concepts cover those of all other patches (TORINO-X).
 
-    Each patch has a sparse code, its ``concepts`` strongest latents as a vector of length 1. How much two patches
-    overlap, o(i, j), is the product of their codes times exp(−d²/2r²), d patches apart, with r = ``reach`` · √N: the
-    same concept far away is another thing. What patches S cover is f(S) = Σ_j w_j · max_{i∈S} o(i, j), at most N, with
-    w_j = a(j) over its mean: a patch counts by its peak activation. The patch that adds most to f is kept, then the
-    next, until the budget is full or the next would add less than ``least`` patches. A budget keeps the first of
-    what a larger one keeps. Gains never rise, so ``least`` moves the length smoothly; an image of few things is
-    covered sooner. Ties go to the lowest index. The score of a token is its gain; it stands for the patches that
-    overlap more with it than with any other kept one, and is their sum by overlap, brought to the length of the
-    kept patch, at its place. A patch that overlaps with no kept one, or hardly, has no token.
+    Each patch has a sparse code: its ``concepts`` strongest latents as a vector of length 1. The overlap o(i, j) of two
+    patches is the product of their codes times exp(−d²/2r²), where d is their distance in patches and r = ``locality``
+    · √N, since the same concept far away belongs to another object. A set S of patches covers
+    f(S) = Σ_j w_j · max_{i∈S} o(i, j), at most N, where w_j = a(j) divided by its mean weights a patch by its peak
+    activation. The patch that adds most to f is selected, then the next, until the budget is full or the next patch
+    would add less than ``min_gain``. A smaller budget selects a prefix of a larger one. Gains never increase, so the
+    number of tokens changes gradually with ``min_gain``, and a simple image is covered sooner. Ties go to the lowest
+    index.
 
-    Reads the patches. Beyond the paper: its top-k sets and δ become codes and their overlap, and what survives a budget
-    is not the largest groups but what covers most of what is not covered yet.
+    The score of a token is its gain. It stands for the patches that overlap more with it than with any other selected
+    patch. Its value is the sum of these patches weighted by overlap, scaled to the length of the selected patch, at the
+    position of that patch. A patch with (almost) no overlap with any selected patch is not part of any token.
+
+    Reads the patches. In contrast to the paper, codes and their overlap replace the top-k sets and δ, and a budget
+    keeps the patches that add most coverage instead of the largest groups.
 
     Parameters
     ----------
     sae : ConceptEncoder
         An SAE, or ``RawEmbedding()`` for none.
     budget : int, optional
-        Exactly this many tokens, at most N. Without it the image decides.
-    least : float
-        Without a budget: how much of a patch a token must add, see :func:`torino.calibrate_cover`.
+        Exact number of tokens, at most N. By default it depends on the image.
+    min_gain : float
+        Without a budget: the minimal gain of a token, in patches.
+        :func:`torino.reducers.calibration.calibrate_cover` finds it for an average number of tokens.
     pooled : bool
-        The budget is an average: images that are planned together share it, by gain, and each keeps at least one token.
-        So plans depend on what else is in the batch; an image alone gets the budget.
+        The budget is an average: images that are planned together share it by gain, and each keeps at least one token.
+        Plans then depend on the batch; a single image gets the budget.
     concepts : int
-        Latents of a code.
-    reach : float, optional
-        How far a concept reaches, as a share of the side of a square picture. None: over the whole picture, wherever
-        two patches are.
-    pick : {"cover", "far", "place"}
-        What to keep next: what adds most to the cover; or, as ablations, the patch that overlaps least with any kept,
-        or what covers most by place alone, whatever it shows and however loud: patches spread over the picture.
-    evidence : {"peak", "even"}
-        Whether a patch counts by its peak activation, or all count alike.
-    form : {"merge", "prune"}
-        Merge as above, or keep the patches as they are.
+        Number of latents of a code.
+    locality : float, optional
+        Distance at which overlap decays, as a share of the side of a square image. None: overlap does not depend on
+        distance.
+    mode : {"merge", "prune"}
+        Merge as above, or keep the selected patches unchanged.
     order : {"raster", "native"}
-        Output by place, or in the order of picking.
+        Output by position, or in order of selection.
     positions : {"original", "compact"}
-        Each token is numbered in the prompt by the place of its patch, so that the language model knows where it is;
-        or anew, as the paper and most methods do it. Hosts that have a place for every patch (Qwen) ignore it.
-    mass : bool
-        The language model attends to each token as to all the patches it stands for, where the host can do that
-        (:mod:`torino.vlm.attention`); else as to one.
-    rank : {"activation", "pre-threshold"}
-        Rank concepts by the SAE's activations, or before its threshold silences any.
+        Position ids of the tokens in the prompt: those of their patches, which tell the language model where each token
+        is, or consecutive as in the paper and most methods. Models with a position for every patch (Qwen) ignore it.
+    proportional : bool
+        Whether to use proportional attention in the language model, if the model supports it
+        (:mod:`torino.vlm.attention`).
     """
 
     sae: ConceptEncoder
     budget: int | None = None
-    least: float = 0.5
+    min_gain: float = 0.5
     pooled: bool = False
     concepts: int = 8
-    reach: float | None = 0.2
-    pick: Pick = "cover"
-    evidence: Evidence = "peak"
-    form: Form = "merge"
+    locality: float | None = 0.2
+    mode: Mode = "merge"
     order: Order = "raster"
     positions: PositionMode = "original"
-    mass: bool = True
-    rank: Rank = "activation"
+    proportional: bool = True
 
-    paper: ClassVar[str] = "ours, docs/beyond.md"
-    always_shown: ClassVar[tuple[str, ...]] = ("reach", "mass")  # None and False once: a spec tells which it is
+    paper: ClassVar[str] = "ours, beyond the TORINO paper"
+    always_shown: ClassVar[tuple[str, ...]] = ("locality", "proportional")
     adaptive: ClassVar[bool] = True
     merges: ClassVar[bool] = True
     cost: ClassVar[str] = "O(N·D·C + B·N²) at worst"
-    original_licence: ClassVar[str] = "ours"
+    original_license: ClassVar[str] = "ours"
 
     def __post_init__(self) -> None:
-        """Refuse hyperparameters out of range."""
+        """Validate the hyperparameters."""
         check_count("budget", 1 if self.budget is None else self.budget)
         check_count("concepts", self.concepts)
-        check_number("least", self.least)
-        check_number("reach", 1.0 if self.reach is None else self.reach)
-        if self.reach == 0:
-            raise BadParameter(
-                "reach must be more than 0, got 0: no two patches would overlap. Give None for no limit."
-            )
+        check_number("min_gain", self.min_gain)
+        check_number("locality", 1.0 if self.locality is None else self.locality)
+        if self.locality == 0:
+            raise BadParameter("locality must be above 0, got 0: no two patches would overlap. Use None for no limit.")
         check_flag("pooled", self.pooled)
         if self.pooled and self.budget is None:
-            raise BadParameter("pooled images share a budget, and none was given. Give budget=..., or leave it out.")
-        check_choice("pick", self.pick, Pick)
-        if self.pick == "place" and self.reach is None:
-            raise BadParameter("pick='place' covers by place alone, and reach=None leaves that out. Give a reach.")
-        check_choice("evidence", self.evidence, Evidence)
-        check_choice("form", self.form, Form)
+            raise BadParameter("pooled=True shares a budget among images, so it needs budget=..., got None.")
+        check_choice("mode", self.mode, Mode)
         check_choice("order", self.order, Order)
         check_choice("positions", self.positions, PositionMode)
-        check_flag("mass", self.mass)
-        check_choice("rank", self.rank, Rank)
+        check_flag("proportional", self.proportional)
         check_encoder(self.sae)
 
     @property
     def position_mode(self) -> PositionMode:
-        """How its tokens are numbered in the prompt."""
+        """Position ids of the tokens in the prompt."""
         return self.positions
 
     @property
     def proportional_attention(self) -> bool:
-        """Whether its tokens are attended to as all the patches they stand for."""
-        return self.mass
+        """Whether to use proportional attention."""
+        return self.proportional
 
     @property
     def shares_batch(self) -> bool:
-        """Whether images that are planned together share a budget."""
+        """Whether images that are planned together share one budget."""
         return self.pooled
 
     def plan(self, tokens: VisualTokens) -> Reduction:
@@ -149,27 +134,32 @@ class TorinoX(Reducer):
         return self.plan_batch([tokens])[0]
 
     def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
-        """Plan all images: one pass of the SAE, then one walk over each, two where they share a budget."""
-        found = self._encode(images)
+        """Plan all images with one pass of the SAE; then select for each image, twice if they share a budget."""
+        concepts = self._encode(images)
         with stage("grouping"):
-            most = self._most(images, found)
-            return ReductionBatch.of([self._plan(*parts) for parts in zip(images, found, most, strict=True)])
+            limits = self._token_limits(images, concepts)
+            return ReductionBatch.of([self._plan(*args) for args in zip(images, concepts, limits, strict=True)])
 
     def gains(self, images: Sequence[VisualTokens]) -> list[Floats]:
-        """What each further token of an image would add, all N of them, falling: what lengths are decided by."""
-        return [self._gains(*one) for one in zip(images, self._encode(images), strict=True)]
+        """Return for each image the gains of all N tokens, descending; ``min_gain`` is compared with them."""
+        return [self._all_gains(*args) for args in zip(images, self._encode(images), strict=True)]
 
-    def _gains(self, image: VisualTokens, concepts: Concepts) -> Floats:
-        return self._walk(image, concepts, self._overlap(image, concepts), len(concepts), 0.0)[1]
+    def top_concepts(self, patches: Tensor, count: int) -> Concepts:
+        """Return the ``count`` strongest concepts of each patch."""
+        return self.sae.top(patches, count)
 
-    def _walk(
-        self, image: VisualTokens, concepts: Concepts, overlap: Floats, most: int, least: float
+    def patch_weights(self, concepts: Concepts) -> Floats:
+        """Return the weight of each patch in the coverage, 1 on average and 0 for patches without active concepts."""
+        return relative_peaks(concepts.peak.double().numpy()).astype(np.float32)
+
+    def select(
+        self, image: VisualTokens, concepts: Concepts, overlap: Floats, max_tokens: int, min_gain: float
     ) -> tuple[Ints, Floats]:
-        """The patches to keep, in their order, and what each adds."""
-        if self.pick == "place" and self.reach is not None:
-            near = fade(np.ones_like(overlap), image.grid, self.reach)
-            return cover(near, np.ones(len(near), np.float32), most, least)
-        return (far if self.pick == "far" else cover)(overlap, self._weight(concepts), most, least)
+        """Return the selected patches in order of selection and their gains."""
+        return greedy_coverage(overlap, self.patch_weights(concepts), max_tokens, min_gain)
+
+    def _all_gains(self, image: VisualTokens, concepts: Concepts) -> Floats:
+        return self.select(image, concepts, self._overlap(image, concepts), len(concepts), 0.0)[1]
 
     def _encode(self, images: Sequence[VisualTokens]) -> list[Concepts]:
         packed = ragged_patches(images)
@@ -177,75 +167,71 @@ class TorinoX(Reducer):
             self.sae.check_origin(tokens.origin, tokens.width)
         with stage("sae"):
             count = min(self.concepts, int(getattr(self.sae, "latents", packed.values.shape[1])))
-            found = self.sae.top(packed.values, count, rank=self.rank)
+            concepts = self.top_concepts(packed.values, count)
             lengths = [len(tokens) for tokens in images]
-            parts = [part.cpu().split(lengths) for part in (found.indices, found.values, found.peak)]
-            return [Concepts(*one) for one in zip(*parts, strict=True)]
+            parts = [part.cpu().split(lengths) for part in (concepts.indices, concepts.values, concepts.peak)]
+            return [Concepts(*part) for part in zip(*parts, strict=True)]
 
     def _overlap(self, image: VisualTokens, concepts: Concepts) -> Floats:
-        """How much two patches overlap, by their codes and by how near they are."""
-        overlap = overlaps_of(concepts)
-        return overlap if self.reach is None else fade(overlap, image.grid, self.reach)
+        overlap = code_overlap(concepts)
+        return overlap if self.locality is None else apply_locality(overlap, image.grid, self.locality)
 
-    def _weight(self, concepts: Concepts) -> Floats:
-        """How much each patch counts, 1 on average; of a silent one nothing is known, and it counts nothing."""
-        peak = concepts.peak.double().numpy()
-        return (np.ones_like(peak) if self.evidence == "even" else share_of(peak)).astype(np.float32)
-
-    def _most(self, images: Sequence[VisualTokens], found: Sequence[Concepts]) -> list[int]:
-        """How many tokens each image may keep at most; exactly, where there is a budget."""
-        sizes = [len(one) for one in found]
+    def _token_limits(self, images: Sequence[VisualTokens], concepts: Sequence[Concepts]) -> list[int]:
+        """Return the maximal number of tokens of each image; with a budget, the exact number."""
+        sizes = [len(image) for image in images]
         if self.budget is None:
             return sizes
         if self.pooled:
-            return self._shared(images, found, self.budget * len(found), sum(sizes))
+            return self._divide_budget(images, concepts, self.budget * len(images), sum(sizes))
         for number, size in enumerate(sizes):
             if self.budget > size:
                 raise UnmetBudget(
                     f"{self.name} cannot give {self.budget} tokens for image {number}, which has {size} patches. "
                     "Lower the budget."
                 )
-        return [self.budget] * len(found)
+        return [self.budget] * len(images)
 
-    def _shared(self, images: Sequence[VisualTokens], found: Sequence[Concepts], wanted: int, most: int) -> list[int]:
-        """Cut each walk where the gains of all images together leave the budget; equal ones by turns."""
-        if wanted > most:
+    def _divide_budget(
+        self, images: Sequence[VisualTokens], concepts: Sequence[Concepts], total: int, available: int
+    ) -> list[int]:
+        """Divide a total number of tokens among images by gain; equal gains are served in turn."""
+        if total > available:
             raise UnmetBudget(
-                f"{self.name} cannot give {self.budget} tokens an image: {len(found)} images that share {wanted} have "
-                f"{most} patches together. Lower the budget."
+                f"{self.name} cannot give {self.budget} tokens per image: {len(images)} images with a total budget of "
+                f"{total} have only {available} patches. Lower the budget."
             )
-        gains = [self._gains(*one) for one in zip(images, found, strict=True)]
-        image = np.repeat(np.arange(len(gains)), [len(one) for one in gains])
-        turn = np.concatenate([np.arange(len(one)) for one in gains])
-        gain = np.where(turn == 0, np.inf, np.concatenate(gains))  # the first of each image stays
-        taken = np.lexsort((image, turn, -gain))[:wanted]
+        gains = [self._all_gains(*args) for args in zip(images, concepts, strict=True)]
+        image = np.repeat(np.arange(len(gains)), [len(values) for values in gains])
+        rank = np.concatenate([np.arange(len(values)) for values in gains])
+        gain = np.where(rank == 0, np.inf, np.concatenate(gains))  # the first token of each image is always kept
+        taken = np.lexsort((image, rank, -gain))[:total]
         return np.bincount(image[taken], minlength=len(gains)).tolist()
 
-    def _plan(self, image: VisualTokens, concepts: Concepts, most: int) -> Reduction:
+    def _plan(self, image: VisualTokens, concepts: Concepts, max_tokens: int) -> Reduction:
         overlap = self._overlap(image, concepts)
-        least = self.least if self.budget is None else 0.0
-        kept, gains = self._walk(image, concepts, overlap, most, least)
+        min_gain = self.min_gain if self.budget is None else 0.0
+        kept, gains = self.select(image, concepts, overlap, max_tokens, min_gain)
         order = np.argsort(kept) if self.order == "raster" else np.arange(len(kept))
         kept, gains = kept[order], gains[order]
         assigned = np.where(overlap[kept].max(0) > TIE, overlap[kept].argmax(0), -1)
         assigned[kept] = np.arange(len(kept))
-        member, row, size = kept, np.arange(len(kept)), np.ones(len(kept), np.int64)
+        sources, row, size = kept, np.arange(len(kept)), np.ones(len(kept), np.int64)
         weight = np.ones(len(kept), np.float32)
-        if self.form == "merge":
+        if self.mode == "merge":
             from scipy.sparse import csr_array
 
-            member = np.lexsort((np.arange(len(assigned)), assigned))[(assigned < 0).sum() :]
-            row = assigned[member]
-            size, weight = np.bincount(row, minlength=len(kept)), overlap[kept[row], member]
+            sources = np.lexsort((np.arange(len(assigned)), assigned))[(assigned < 0).sum() :]
+            row = assigned[sources]
+            size, weight = np.bincount(row, minlength=len(kept)), overlap[kept[row], sources]
             values = image.patches.detach().float().cpu().numpy()
-            length = np.linalg.norm(csr_array((weight, (row, member)), (len(kept), len(values))) @ values, axis=1)
+            length = np.linalg.norm(csr_array((weight, (row, sources)), (len(kept), len(values))) @ values, axis=1)
             weight *= (np.linalg.norm(values[kept], axis=1) / np.maximum(length, 1e-12))[row]
         label = torch.from_numpy(np.where(assigned < 0, len(kept), assigned))
         groups = Groups(label, label.bincount(minlength=len(kept) + 1), torch.tensor([0, len(kept) + 1]))
         return Reduction(
-            sources=torch.from_numpy(member),
+            sources=torch.from_numpy(sources),
             weights=torch.from_numpy(weight),
-            offsets=offsets_of(size.tolist()),
+            offsets=offsets_from_lengths(size.tolist()),
             anchor=torch.from_numpy(kept),
             concept=shared_concepts(concepts, groups)[: len(kept)],
             role=("primary",) * len(kept),
@@ -256,15 +242,15 @@ class TorinoX(Reducer):
         )
 
 
-def share_of(peak: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How much each patch counts by its peak, 1 on average; all alike where there is none."""
-    loud = peak.clip(min=0)
-    return loud / loud.mean() if loud.any() else np.ones_like(loud)
+def relative_peaks(peak: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return peak activations divided by their mean, or ones if there is no activation."""
+    positive = peak.clip(min=0)
+    return positive / positive.mean() if positive.any() else np.ones_like(positive)
 
 
-def overlaps_of(concepts: Concepts) -> Floats:
-    """How much the codes of two patches overlap, (N, N): 1 for the same, 0 for no concept in common."""
-    from scipy.sparse import csr_array  # torino is imported without it
+def code_overlap(concepts: Concepts) -> Floats:
+    """Return the product of the normalized codes of all pairs of patches, (N, N): 1 if equal, 0 if disjoint."""
+    from scipy.sparse import csr_array  # imported here so that importing torino stays fast
 
     index, value = concepts.indices.numpy(), concepts.values.numpy()
     active = (index >= 0) & (value > 0)  # raw coordinates may be negative
@@ -275,67 +261,59 @@ def overlaps_of(concepts: Concepts) -> Floats:
     codes = csr_array((value / norm[row], (row, column)), shape=(len(index), int(column.max(initial=0)) + 1))
     overlap: Floats = (codes @ codes.T).toarray()
     silent = np.flatnonzero(~active.any(1))
-    overlap[np.ix_(silent, silent)] = 1.0  # alike in that nothing is known of them
+    overlap[np.ix_(silent, silent)] = 1.0  # patches without active concepts count as equal
     np.fill_diagonal(overlap, 1.0)
     return overlap
 
 
-def fade(overlap: Floats, grid: tuple[int, int], reach: float) -> Floats:
-    """Overlap that fades with distance: times exp(−d²/2r²) at d patches, with r = reach · √N."""
-    # d² is that of rows plus that of columns: two factors that are small, in place of one as large as the overlap
-    with np.errstate(over="ignore"):  # a reach next to nothing, or without end
-        apart = [np.subtract.outer(np.arange(n), np.arange(n)) / (reach * np.sqrt(len(overlap))) for n in grid]
-        rows, columns = (np.exp(-0.5 * one**2).astype(np.float32) for one in apart)
+def apply_locality(overlap: Floats, grid: tuple[int, int], locality: float) -> Floats:
+    """Multiply overlaps by exp(−d²/2r²) at a distance of d patches, with r = locality · √N."""
+    # d² is the sum over rows and columns, so the factor is a product of two small ones
+    with np.errstate(over="ignore"):  # for an extremely small or large locality
+        distances = [np.subtract.outer(np.arange(n), np.arange(n)) / (locality * np.sqrt(len(overlap))) for n in grid]
+        rows, columns = (np.exp(-0.5 * distance**2).astype(np.float32) for distance in distances)
     pairs = overlap.reshape(*grid, *grid) * rows[:, None, :, None]
     pairs *= columns[None, :, None, :]
     return pairs.reshape(overlap.shape)
 
 
-def cover(overlap: Floats, weight: Floats, most: int, least: float) -> tuple[Ints, Floats]:
-    """Pick what adds most to Σ_j weight(j) · max over picked i of overlap(i, j), again and again.
+def greedy_coverage(overlap: Floats, weight: Floats, max_patches: int, min_gain: float) -> tuple[Ints, Floats]:
+    """Select patches one by one, each of which adds most to Σ_j weight(j) · max over selected i of overlap(i, j).
+
+    Parameters
+    ----------
+    overlap : array of shape (N, N)
+        Symmetric.
+    weight : array of shape (N,)
+    max_patches : int
+    min_gain : float
+        Stop before a gain below this value; the first patch is always selected.
 
     Returns
     -------
-    picked, gains : arrays of shape (M,)
-        At most ``most``; what would add less than ``least`` is left out, but for the first.
+    selected, gains : arrays of shape (M,)
+        M is at most ``max_patches``.
     """
     gain = (overlap * weight).sum(1, dtype=np.float64)
-    held = np.zeros(len(overlap), np.float32)
-    picked, gains = np.empty(most, np.int64), np.empty(most, np.float32)
-    for step in range(most):
-        top = gain.max()
-        worth = top if top > TIE else 0.0
-        if step and worth < least - TIE:
-            return picked[:step], np.minimum.accumulate(gains[:step])
-        best = int((gain >= top - TIE).argmax())
-        picked[step], gains[step] = best, worth
-        mine = overlap[best]
-        better = np.flatnonzero(mine > held)
-        # Only these patches are covered better than before (symmetric, so rows), and what others no longer add to them
-        # lies between what they had and what they have.
-        lost, low = overlap[better], held[better, None]
-        np.maximum(lost, low, out=lost)
-        np.minimum(lost, mine[better, None], out=lost)
-        lost -= low
-        lost *= weight[better, None]
+    coverage = np.zeros(len(overlap), np.float32)
+    selected, gains = np.empty(max_patches, np.int64), np.empty(max_patches, np.float32)
+    for step in range(max_patches):
+        highest = gain.max()
+        step_gain = highest if highest > TIE else 0.0
+        if step and step_gain < min_gain - TIE:
+            return selected[:step], np.minimum.accumulate(gains[:step])
+        best = int((gain >= highest - TIE).argmax())
+        selected[step], gains[step] = best, step_gain
+        best_overlap = overlap[best]
+        improved = np.flatnonzero(best_overlap > coverage)
+        # Only the coverage of these patches increases. The part of each possible gain that lies between the old and the
+        # new coverage is lost. The overlap is symmetric, so rows can be used instead of columns.
+        lost, old_coverage = overlap[improved], coverage[improved, None]
+        np.maximum(lost, old_coverage, out=lost)
+        np.minimum(lost, best_overlap[improved, None], out=lost)
+        lost -= old_coverage
+        lost *= weight[improved, None]
         gain -= lost.sum(0, dtype=np.float64)
-        held[better] = mine[better]
+        coverage[improved] = best_overlap[improved]
         gain[best] = -np.inf
-    return picked, np.minimum.accumulate(gains)
-
-
-def far(overlap: Floats, weight: Floats, most: int, least: float) -> tuple[Ints, Floats]:
-    """Pick the most central patch, then always the one whose largest overlap with any picked is smallest."""
-    first = int((overlap * weight).sum(1, dtype=np.float64).argmax())
-    picked, gains = np.empty(most, np.int64), np.empty(most, np.float32)
-    lack = np.ones(len(overlap), np.float32)
-    for step in range(most):
-        top = float(lack.max())
-        worth = top if top > TIE else 0.0
-        if step and worth < least - TIE:
-            return picked[:step], np.minimum.accumulate(gains[:step])
-        best = int((lack >= top - TIE).argmax()) if step else first
-        picked[step], gains[step] = best, worth
-        lack = np.minimum(lack, 1 - overlap[best])
-        lack[picked[: step + 1]] = -np.inf
-    return picked, np.minimum.accumulate(gains)
+    return selected, np.minimum.accumulate(gains)

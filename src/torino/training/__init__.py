@@ -1,1 +1,1 @@
-"""Training SAEs: activations of a tower in, a plain SAE folder out. Nothing of it is needed at inference."""
+"""Train SAEs on the activations of a vision tower; nothing in this package is needed for inference."""

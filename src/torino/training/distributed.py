@@ -1,4 +1,4 @@
-"""World: the processes that train one SAE together, each on its part of every batch."""
+"""Distributed training: each process trains on its part of every batch."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torino.core.device import resolve_device
 from torino.core.errors import BadParameter
-from torino.vlm.towers import device_of
 
 
 @dataclass(frozen=True)
-class World:
-    """One process among ``size`` of them. Alone, all of it does nothing."""
+class Distributed:
+    """Rank of this process among ``size`` processes. With one process, all operations do nothing."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def part(self) -> tuple[int, int]:
-        """The part of a batch that belongs to this process."""
+        """The part of a batch that belongs to this process, as (rank, size)."""
         return self.rank, self.size
 
     @property
-    def first(self) -> bool:
-        """Whether this is the process that writes files and talks."""
+    def is_main(self) -> bool:
+        """Whether this is the process that writes files and prints messages."""
         return self.rank == 0
 
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Add up tensors over all processes, in place."""
+    def all_reduce_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors over all processes, in place."""
         if self.size > 1:
             for tensor in tensors:
                 dist.all_reduce(tensor)
 
-    def same_(self, tensors: Sequence[Tensor]) -> None:
-        """Give all processes the tensors of the first, in place."""
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors of the main process to all processes, in place."""
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, 0)
 
-    def gathered(self, values: Tensor) -> Tensor:
-        """The values of all processes, shape (n,) here and any n elsewhere, one after the other."""
+    def all_gather(self, values: Tensor) -> Tensor:
+        """Concatenate the values of all processes; their lengths may differ."""
         if self.size == 1:
             return values
         length = torch.tensor([len(values)], device=values.device)
@@ -57,34 +57,37 @@ class World:
         dist.all_gather(parts, padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def wait(self) -> None:
-        """Go on when all processes have come this far."""
+    def barrier(self) -> None:
+        """Wait until all processes have reached this point."""
         if self.size > 1:
             dist.barrier()
 
-    def leave(self) -> None:
-        """Part from the others."""
+    def shutdown(self) -> None:
+        """Leave the process group."""
         if self.size > 1:
             dist.destroy_process_group()
 
 
-def join(device: torch.device) -> World:
-    """Join the processes that ``torchrun`` started: over NCCL on GPUs, over gloo elsewhere."""
+def init_distributed(device: torch.device) -> Distributed:
+    """Join the process group that ``torchrun`` started, with NCCL on GPUs and gloo elsewhere."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        return World()
+        return Distributed()
     if "RANK" not in os.environ:
         raise BadParameter(f"WORLD_SIZE is {size}, but RANK is not set. Start with torchrun --nproc-per-node={size} …")
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return World(dist.get_rank(), dist.get_world_size())
+    return Distributed(dist.get_rank(), dist.get_world_size())
 
 
-def device_here(name: str) -> torch.device:
-    """The device of this process: ``auto`` is the GPU that torchrun meant for it, or the CPU; ``cuda`` is that GPU."""
+def local_device(name: str) -> torch.device:
+    """Return the device of this process.
+
+    ``cuda`` is the GPU that torchrun assigned to this process; ``auto`` is that GPU, or the CPU if there is none.
+    """
     if name in ("auto", "cuda") and torch.cuda.is_available():
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    device = device_of(name)
+    device = resolve_device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

@@ -1,4 +1,4 @@
-"""Measures: how well an SAE rebuilds rows, how sparsely, and which of its latents do the work."""
+"""SAE metrics: reconstruction error, sparsity, dead latents and number of patch groups."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from torino.core.concepts import Concepts
 from torino.core.errors import BadParameter, BadTokens
 from torino.core.grouping import group_by_overlap
 from torino.sae.model import SAE
-from torino.training.objectives import Outcome
+from torino.training.objectives import BatchStats
 
-CHUNK = 1 << 23  # latents encoded at once
+CHUNK = 1 << 23  # latents that are encoded at once
 
 
 @dataclass(frozen=True)
-class Measures:
-    """What was measured over some rows.
+class SAEMetrics:
+    """Metrics of an SAE over some rows.
 
     Attributes
     ----------
     fvu : float
-        Fraction of variance unexplained, Σ‖x − x̂‖² / Σ‖x − mean‖²: 0 is perfect, 1 no better than the mean.
+        Fraction of variance unexplained, Σ‖x − x̂‖² / Σ‖x − mean‖²: 0 is perfect, 1 is no better than the mean.
     levels : tuple of float
-        The same for the first group alone, the first two, …; the last is ``fvu``.
+        FVU of the first group, the first two groups, …; the last value equals ``fvu``.
     l0 : float
-        Active latents a row.
+        Mean number of active latents per row.
     dead : float
-        Share of latents that count as dead: in training, silent for ``dead_after`` rows; else silent in all ``rows``.
+        Fraction of dead latents. In training: not active for ``dead_after`` rows; otherwise: not active in any row.
     top_frequency : float
-        Share of rows in which the most frequent latent fires. Near 1, few latents dominate, and patches group badly.
+        Fraction of rows in which the most frequent latent is active. Close to 1, few latents dominate, and patches
+        cannot be grouped well.
     rows : int
     """
 
@@ -45,8 +46,8 @@ class Measures:
     top_frequency: float
     rows: int
 
-    def facts(self) -> dict[str, Any]:
-        """As JSON has it."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the metrics as JSON values."""
         return {
             "fvu": self.fvu,
             "levels": list(self.levels),
@@ -56,8 +57,8 @@ class Measures:
             "rows": self.rows,
         }
 
-    def sentence(self) -> str:
-        """The same in words."""
+    def summary(self) -> str:
+        """Return the metrics as text, for the card of an SAE."""
         return (
             f"FVU {self.fvu:.4f}, L0 {self.l0:.1f}, dead {self.dead:.1%}, "
             f"most frequent latent in {self.top_frequency:.1%} of {self.rows:,} rows"
@@ -65,48 +66,59 @@ class Measures:
 
 
 class LatentStats:
-    """Sums from which :class:`Measures` follow, over the batches since the last reset."""
+    """Running sums over the batches since the last reset, from which :class:`SAEMetrics` are computed."""
 
     def __init__(self, levels: int, width: int, latents: int, device: torch.device) -> None:
         self.errors = torch.zeros(levels, dtype=torch.float64, device=device)
-        self.square = torch.zeros((), dtype=torch.float64, device=device)
-        self.total = torch.zeros(width, dtype=torch.float64, device=device)
+        self.square_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.row_sum = torch.zeros(width, dtype=torch.float64, device=device)
         self.counts = torch.zeros(latents, dtype=torch.int64, device=device)
-        self.plain = torch.zeros(3, dtype=torch.float64)  # rows, batches, sum of losses
+        self.totals = torch.zeros(3, dtype=torch.float64)  # rows, batches, sum of losses
 
-    def add(self, outcome: Outcome, rows: int) -> None:
-        """Add a batch."""
-        self.errors += outcome.errors
-        self.square += outcome.square
-        self.total += outcome.total
-        self.counts += outcome.counts
-        self.plain += torch.tensor([rows, 1, outcome.loss], dtype=torch.float64)
+    def update(self, batch: BatchStats, rows: int) -> None:
+        """Add the statistics of a batch."""
+        self.errors += batch.errors
+        self.square_sum += batch.square_sum
+        self.row_sum += batch.row_sum
+        self.counts += batch.counts
+        self.totals += torch.tensor([rows, 1, batch.loss], dtype=torch.float64)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All sums, by name."""
-        return {f"tally.{name}": getattr(self, name) for name in ("errors", "square", "total", "counts", "plain")}
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all sums under the names that checkpoints use."""
+        return {
+            "tally.errors": self.errors,
+            "tally.square": self.square_sum,
+            "tally.total": self.row_sum,
+            "tally.counts": self.counts,
+            "tally.plain": self.totals,
+        }
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the sums from named tensors."""
-        for name, value in self.tensors().items():
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the sums from the tensors of a checkpoint."""
+        for name, value in self.state_dict().items():
             value.copy_(tensors[name])
 
     def reset(self) -> None:
-        """Begin anew."""
-        for value in self.tensors().values():
+        """Set all sums to 0."""
+        for value in self.state_dict().values():
             value.zero_()
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return int(self.totals[0])
 
     @property
     def loss(self) -> float:
         """Mean loss."""
-        return float(self.plain[2] / self.plain[1])
+        return float(self.totals[2] / self.totals[1])
 
-    def read(self, dead: Tensor) -> Measures:
-        """The measures so far; ``dead`` says which latents count as dead."""
-        rows = float(self.plain[0])
-        variance = float(self.square - self.total.square().sum() / rows)
+    def compute(self, dead: Tensor) -> SAEMetrics:
+        """Compute the metrics; ``dead`` is a mask of the dead latents."""
+        rows = float(self.totals[0])
+        variance = float(self.square_sum - self.row_sum.square().sum() / rows)
         levels = tuple(float(error) / variance if variance > 0 else 0.0 for error in self.errors)
-        return Measures(
+        return SAEMetrics(
             fvu=levels[-1],
             levels=levels,
             l0=float(self.counts.sum()) / rows,
@@ -117,45 +129,45 @@ class LatentStats:
 
 
 @torch.no_grad()
-def measure(sae: SAE, batches: Iterable[Tensor]) -> Measures:
-    """Measure a finished SAE, as it is used, on rows as the tower gives them; a batch may be empty."""
+def compute_metrics(sae: SAE, batches: Iterable[Tensor]) -> SAEMetrics:
+    """Compute the metrics of a trained SAE at inference, on rows as the tower outputs them; batches may be empty."""
     if sae.W_dec is None or sae.normalize != "none":
-        raise BadParameter("Only an SAE with its decoder, and without normalisation of its own, can be measured.")
+        raise BadParameter("Metrics need an SAE with a decoder and without input normalization.")
     device = sae.W_enc.device
-    tally = LatentStats(len(sae.groups), sae.width, sae.latents, device)
+    stats = LatentStats(len(sae.groups), sae.width, sae.latents, device)
     edges = [0, *torch.tensor(sae.groups).cumsum(0).tolist()]
     step = max(1, CHUNK // sae.latents)
     for batch in batches:
-        for some in batch.split(step):
-            x = some.to(device).float()
+        for chunk in batch.split(step):
+            x = chunk.to(device).float()
             z = sae.encode(x)
-            rebuilt = sae.b_dec.expand_as(x)
+            reconstruction = sae.b_dec.expand_as(x)
             errors: list[Tensor] = []
             for begin, end in pairwise(edges):
-                rebuilt = rebuilt + z[:, begin:end] @ sae.W_dec[begin:end]
-                errors.append((x - rebuilt).double().square().sum())
-            outcome = Outcome(
+                reconstruction = reconstruction + z[:, begin:end] @ sae.W_dec[begin:end]
+                errors.append((x - reconstruction).double().square().sum())
+            chunk_stats = BatchStats(
                 0.0, torch.stack(errors), x.double().square().sum(), x.double().sum(0), (z > 0).sum(0), 0.0
             )
-            tally.add(outcome, len(x))
-    if not tally.plain[0]:
-        raise BadTokens("There are no rows to measure the SAE on.")
-    return tally.read(tally.counts == 0)
+            stats.update(chunk_stats, len(x))
+    if not stats.rows:
+        raise BadTokens("There are no rows to compute metrics on.")
+    return stats.compute(stats.counts == 0)
 
 
 @torch.no_grad()
-def group_counts(sae: SAE, photos: Iterable[Tensor], settings: Sequence[int] = (1, 2, 3)) -> dict[str, float]:
-    """Mean number of groups of a photo at (k, δ) = (1, 1), (2, 2), …: the tokens that TORINO would leave of it.
+def count_groups(sae: SAE, photos: Iterable[Tensor], settings: Sequence[int] = (1, 2, 3)) -> dict[str, float]:
+    """Compute the mean number of groups per photo at (k, δ) = (1, 1), (2, 2), …: the tokens that TORINO would keep.
 
-    ``photos`` are the patches of one photo each; photos without patches do not count.
+    ``photos`` are the patches of one photo each; photos without patches are ignored.
     """
-    groups: list[list[int]] = []
+    counts: list[list[int]] = []
     for patches in photos:
         if len(patches):
             top = sae.top(patches.float().to(sae.W_enc.device), max(settings))
-            cut = [Concepts(top.indices[:, :k], top.values[:, :k], top.peak) for k in settings]
-            groups.append([len(group_by_overlap(some, delta=k)) for some, k in zip(cut, settings, strict=True)])
-    if not groups:
-        raise BadTokens("There are no photos to count the groups of.")
-    means = torch.tensor(groups, dtype=torch.float64).mean(0).tolist()
+            truncated = [Concepts(top.indices[:, :k], top.values[:, :k], top.peak) for k in settings]
+            counts.append([len(group_by_overlap(top_k, delta=k)) for top_k, k in zip(truncated, settings, strict=True)])
+    if not counts:
+        raise BadTokens("There are no photos to count groups in.")
+    means = torch.tensor(counts, dtype=torch.float64).mean(0).tolist()
     return {f"({k},{k})": mean for k, mean in zip(settings, means, strict=True)}

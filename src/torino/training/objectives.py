@@ -1,17 +1,17 @@
-"""Objectives: the loss of a batch and its gradients, worked out by hand so that only active latents cost anything.
+"""Loss and gradients of a batch, with hand-written gradients whose cost depends only on the active latents.
 
-Letters: u rows of a batch (B × D), v = u − b the centred rows, z the latents, û_l the reconstruction from the first l
-groups, w_l the weight of its error. The loss is
+Notation: u are the rows of a batch (B × D), v = u − b the rows minus the decoder bias, z the latents, û_l the
+reconstruction from the first l groups and w_l the weight of its error. The loss is
 
     Σ_l w_l · mean‖u − û_l‖²  +  α · mean‖e − ê‖² / mean‖e − ē‖²  (+ λ · mean Σ z for ReLU)
 
-with e = u − û the error that is left and ê what the dead latents make of it. With G_l = 2/B · Σ_{m ≥ l} w_m (û_m − u),
+with e = u − û the residual and ê its reconstruction by the dead latents. With G_l = 2/B · Σ_{m ≥ l} w_m (û_m − u),
 summed from the last level backwards, an entry z_bj of level l has the derivative δ_bj = ⟨W_dec_j, G_l(b)⟩, and
 
     ∂W_dec_j = Σ_b z_bj G_l(b)    ∂W_enc_j = Σ_b δ_bj v(b)    ∂b_enc_j = Σ_b δ_bj    ∂b = Σ_b G_1(b) − W_encᵀ ∂b_enc
 
-so one pass over the entries serves all levels. The part of ∂W_dec_j along W_dec_j, which the unit norm takes away
-again, is (Σ_b z_bj δ_bj) W_dec_j: it is subtracted for the price of one sum.
+so one pass over the entries computes the gradients of all levels. The component of ∂W_dec_j parallel to W_dec_j, which
+the normalization to unit norm would undo, is (Σ_b z_bj δ_bj) W_dec_j; subtracting it costs one more sum.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import torch
 from torch import Tensor
 
 from torino.training.config import TrainConfig
-from torino.training.distributed import World
-from torino.training.sparse_codes import Code, above, pair_dots
+from torino.training.distributed import Distributed
+from torino.training.sparse_codes import SparseCode, find_above, sampled_dots
 
-BLOCK = 1 << 25  # scores held at once (128 MiB); larger batches are scored in several blocks of rows
-SAMPLE = 1 << 19  # scores from which the first bar is guessed
-DENSE = 1 / 16  # share of active latents above which ReLU is cheaper by dense products
-NEAR = 0.95  # the next batch's bar, as a share of this batch's smallest kept activation
+BLOCK = 1 << 25  # scores in memory at once (128 MiB); larger batches are scored in several blocks of rows
+SAMPLE = 1 << 19  # scores from which the first cutoff is estimated
+DENSE = 1 / 16  # fraction of active latents above which dense products are faster for ReLU
+NEXT_CUTOFF = 0.95  # cutoff for the next batch, as a fraction of the smallest activation kept in this batch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
 class Weights:
-    """The four tensors of an SAE, or four of the same shapes, such as their gradients."""
+    """The four tensors of an SAE, or tensors of the same shapes, such as their gradients."""
 
     W_enc: Tensor
     W_dec: Tensor
@@ -43,193 +43,196 @@ class Weights:
     b_dec: Tensor
 
     def named(self) -> dict[str, Tensor]:
-        """All four, by name."""
+        """Return the four tensors by name."""
         return {"W_enc": self.W_enc, "W_dec": self.W_dec, "b_enc": self.b_enc, "b_dec": self.b_dec}
 
-    def zeros(self) -> Weights:
-        """Zeros of the same shapes."""
+    def zeros_like(self) -> Weights:
+        """Return zeros of the same shapes."""
         return Weights(*[torch.zeros_like(value) for value in self.named().values()])
 
 
 @dataclass
-class Outcome:
-    """What a batch gave, over all processes.
+class BatchStats:
+    """Loss and statistics of a batch, over all processes.
 
     Attributes
     ----------
     loss : float
     errors : Tensor of shape (L,), float64
         Sum of ‖u − û_l‖² over the batch, for each level.
-    square, total : Tensor of shapes () and (D,), float64
-        Sums of ‖u‖² and of u, from which the variance follows.
+    square_sum, row_sum : Tensor of shapes () and (D,), float64
+        Sums of ‖u‖² and of u, from which the variance is computed.
     counts : Tensor of shape (C,), int64
-        Rows in which each latent fired.
-    edge : float
-        The smallest activation that BatchTopK kept; 0 for the others.
+        Number of rows in which each latent is active.
+    min_kept : float
+        Smallest activation that BatchTopK kept; 0 for the other objectives.
     """
 
     loss: float
     errors: Tensor
-    square: Tensor
-    total: Tensor
+    square_sum: Tensor
+    row_sum: Tensor
     counts: Tensor
-    edge: float
+    min_kept: float
 
 
 class Objective:
-    """Works out loss and gradients for one recipe; holds the buffers, so that no step asks for large memory anew.
+    """Compute loss and gradients for a configuration; large buffers are allocated once and reused.
 
     Parameters
     ----------
-    recipe : TrainConfig
-        A settled one.
+    config : TrainConfig
+        A resolved configuration.
     weights : Weights
-        Read at every call; the trainer changes them in between.
-    world : World
+        Read at every call; the trainer updates them in place.
+    distributed : Distributed, optional
 
     Attributes
     ----------
     gradients : Weights
-        Of the last batch, summed over all processes.
+        Gradients of the last batch, summed over all processes.
     hint : float
-        What makes the next call quick: for BatchTopK a bar just below the activations to keep, for ReLU the share of
-        active latents, which decides between sparse and dense products. Negative before the first.
+        Value that makes the next call fast. For BatchTopK, a cutoff just below the activations to keep; for ReLU, the
+        fraction of active latents, which decides between sparse and dense products. Negative before the first call.
     """
 
-    def __init__(self, recipe: TrainConfig, weights: Weights, world: World | None = None) -> None:
-        self.recipe, self.weights, self.world = recipe, weights, world or World()
-        self.gradients = weights.zeros()
-        self.hint, self._edge = -1.0, 0.0
-        groups = torch.tensor((0, *recipe.groups()), device=weights.W_enc.device)
+    def __init__(self, config: TrainConfig, weights: Weights, distributed: Distributed | None = None) -> None:
+        self.config, self.weights, self.distributed = config, weights, distributed or Distributed()
+        self.gradients = weights.zeros_like()
+        self.hint, self._min_kept = -1.0, 0.0
+        groups = torch.tensor((0, *config.group_sizes()), device=weights.W_enc.device)
         self._starts = groups.cumsum(0)[:-1]
-        self._dtype = DTYPES[recipe.precision] if recipe.precision != "float32" else weights.W_enc.dtype
+        self._dtype = DTYPES[config.precision] if config.precision != "float32" else weights.W_enc.dtype
         self._scores = self._parts = weights.W_enc.new_empty(0)
-        self._scored: Tensor | None = None
+        self._scored: Tensor | None = None  # the rows that self._scores belong to
 
     @torch.no_grad()
-    def __call__(self, u: Tensor, rows: int, k: float, l1: float, silent: Tensor) -> Outcome:
-        """Work out a batch.
+    def __call__(self, u: Tensor, rows: int, k: float, l1: float, rows_since_active: Tensor) -> BatchStats:
+        """Compute loss and gradients of a batch.
 
         Parameters
         ----------
         u : Tensor of shape (b, D)
-            This process's rows of the batch.
+            Rows of the batch that belong to this process.
         rows : int
-            Rows of the whole batch, B.
+            Number of rows B of the whole batch.
         k, l1 : float
-            Active latents a row, and weight of the L1 penalty, as the schedule has them now.
-        silent : Tensor of shape (C,), int64
-            Rows since each latent fired; brought up to date here.
+            Active latents per row and weight of the L1 penalty at this step.
+        rows_since_active : Tensor of shape (C,), int64
+            Number of rows since each latent was active; updated in place.
         """
         v = u - self.weights.b_dec
-        code = self._choose(v, rows, k)
+        code = self._select_active(v, rows, k)
         if code is None:
-            left, errors, counts, mass = self._through_all(u, v, rows, l1)
+            residual, errors, counts, latent_sum = self._dense_backward(u, v, rows, l1)
         else:
-            left, errors = self._through(code, u, v, rows, l1)
-            counts, mass = code.counts, code.values.sum()
+            residual, errors = self._sparse_backward(code, u, v, rows, l1)
+            counts, latent_sum = code.counts, code.values.sum()
         self._scored = None
-        sums = [errors.double(), (u * u).sum()[None].double(), mass[None].double()]
-        sums += [u.sum(0).double(), left.sum(0).double(), counts.double()]
+        sums = [errors.double(), (u * u).sum()[None].double(), latent_sum[None].double()]
+        sums += [u.sum(0).double(), residual.sum(0).double(), counts.double()]
         joined = torch.cat(sums)
-        self.world.sum_([joined])
-        errors, square, mass, total, remains, fired = joined.split([len(part) for part in sums])
-        counts = fired.long()
-        if self.recipe.kind == "relu":
-            self.hint = float(fired.sum()) / (rows * len(fired))
-        silent += rows
-        silent[counts > 0] = 0
-        weights = torch.tensor(self.recipe.weights, dtype=torch.float64, device=u.device)
-        loss = (weights * errors).sum() / rows + l1 * mass[0] / rows
-        spread = float(errors[-1] - remains.square().sum() / rows) / rows
-        if self.recipe.aux and spread > 0:
-            loss += self.recipe.aux * self._revive(v, left, rows, spread, silent)
-        gradient = self.gradients
-        gradient.b_dec -= gradient.b_enc @ self.weights.W_enc
-        self.world.sum_(list(gradient.named().values()))
-        return Outcome(float(loss), errors, square[0], total, counts, self._edge)
+        self.distributed.all_reduce_([joined])
+        errors, square_sum, latent_sum, row_sum, residual_sum, active = joined.split([len(part) for part in sums])
+        counts = active.long()
+        if self.config.kind == "relu":
+            self.hint = float(active.sum()) / (rows * len(active))
+        rows_since_active += rows
+        rows_since_active[counts > 0] = 0
+        weights = torch.tensor(self.config.weights, dtype=torch.float64, device=u.device)
+        loss = (weights * errors).sum() / rows + l1 * latent_sum[0] / rows
+        residual_variance = float(errors[-1] - residual_sum.square().sum() / rows) / rows
+        if self.config.aux and residual_variance > 0:
+            loss += self.config.aux * self._add_aux_loss(v, residual, rows, residual_variance, rows_since_active)
+        gradients = self.gradients
+        gradients.b_dec -= gradients.b_enc @ self.weights.W_enc
+        self.distributed.all_reduce_(list(gradients.named().values()))
+        return BatchStats(float(loss), errors, square_sum[0], row_sum, counts, self._min_kept)
 
-    # ------------------------------------------------------------------ which latents are active
+    # ------------------------------------------------------------------ selection of active latents
 
-    def _choose(self, v: Tensor, rows: int, k: float) -> Code | None:
-        """The active latents; None for a ReLU batch in which they are too many to be listed."""
-        kind = self.recipe.kind
+    def _select_active(self, v: Tensor, rows: int, k: float) -> SparseCode | None:
+        """Return the active latents; None for ReLU if there are too many for sparse products."""
+        kind = self.config.kind
         if kind == "relu":
             if not 0 <= self.hint < DENSE:
                 return None
-            places, values = self._above(v, 0.0)
+            positions, values = self._scores_above(v, 0.0)
         elif kind == "topk":
-            places, values = self._row_top(v, round(k))
+            positions, values = self._row_topk(v, round(k))
         else:
-            places, values = self._batch_top(v, round(k * rows))
-        return Code(places, values, len(v), len(self.weights.W_enc), self._starts)
+            positions, values = self._batch_topk(v, round(k * rows))
+        return SparseCode(positions, values, len(v), len(self.weights.W_enc), self._starts)
 
-    def _batch_top(self, v: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
-        """The ``wanted`` largest positive scores of the whole batch; of scores equal to the smallest, all.
+    def _batch_topk(self, v: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Select the ``count`` largest positive scores of the whole batch; all scores tied with the smallest are kept.
 
-        Scores above a bar, somewhat below the smallest activation kept in the last batch, are listed; if they are
-        enough, the largest of them are the largest of all. If not, the bar was too high.
+        Only scores above a cutoff, slightly below the smallest activation kept in the last batch, are listed. If there
+        are at least ``count``, the largest of them are the largest of all; otherwise the cutoff is lowered.
         """
-        bar = self.hint if self.hint > 0 else self._guess(v, 1.5 * wanted / len(v) / self.world.size)
-        lower = 0.8
+        cutoff = self.hint
+        if cutoff <= 0:
+            cutoff = self._estimate_cutoff(v, 1.5 * count / len(v) / self.distributed.size)
+        factor = 0.8
         while True:
-            places, values = self._above(v, bar)
-            everyone = self.world.gathered(values)
-            if len(everyone) >= wanted or bar == 0:
+            positions, values = self._scores_above(v, cutoff)
+            all_values = self.distributed.all_gather(values)
+            if len(all_values) >= count or cutoff == 0:
                 break
-            bar, lower = (bar * lower, lower * lower) if bar > 1e-6 else (0.0, lower)
-        if len(everyone) > wanted:
-            edge = everyone.kthvalue(len(everyone) - wanted + 1).values
-            kept = values >= edge
-            places, values = places[kept], values[kept]
-            self._edge = float(edge)
+            cutoff, factor = (cutoff * factor, factor * factor) if cutoff > 1e-6 else (0.0, factor)
+        if len(all_values) > count:
+            smallest = all_values.kthvalue(len(all_values) - count + 1).values
+            kept = values >= smallest
+            positions, values = positions[kept], values[kept]
+            self._min_kept = float(smallest)
         else:
-            self._edge = float(everyone.min()) if len(everyone) else 0.0
-        self.hint = self._edge * NEAR
-        return places, values
+            self._min_kept = float(all_values.min()) if len(all_values) else 0.0
+        self.hint = self._min_kept * NEXT_CUTOFF
+        return positions, values
 
-    def _guess(self, v: Tensor, each: float) -> float:
-        """A bar that some ``each`` scores a row pass, from a few rows."""
-        _, scores = next(self._blocks(v))
-        few = scores[:: -(-scores.numel() // SAMPLE)].reshape(-1)
-        rank = min(len(few), max(1, round(each * len(few) / scores.shape[1])))
-        guess = few.float().kthvalue(len(few) - rank + 1).values.clamp(min=0)
-        return float(self.world.gathered(guess[None]).min())
+    def _estimate_cutoff(self, v: Tensor, per_row: float) -> float:
+        """Estimate, from a sample of the scores, a cutoff that about ``per_row`` scores per row exceed."""
+        _, scores = next(self._score_blocks(v))
+        sample = scores[:: -(-scores.numel() // SAMPLE)].reshape(-1)
+        rank = min(len(sample), max(1, round(per_row * len(sample) / scores.shape[1])))
+        cutoff = sample.float().kthvalue(len(sample) - rank + 1).values.clamp(min=0)
+        return float(self.distributed.all_gather(cutoff[None]).min())
 
-    def _row_top(self, v: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        places: list[Tensor] = []
-        for start, scores in self._blocks(v):
+    def _row_topk(self, v: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Select the ``k`` largest positive scores of each row."""
+        positions: list[Tensor] = []
+        for start, scores in self._score_blocks(v):
             latent = scores.topk(k, dim=1, sorted=False).indices.sort(dim=1).values
             row = torch.arange(start, start + len(scores), device=v.device)
-            places.append((row[:, None] * scores.shape[1] + latent)[scores.gather(1, latent) > 0])
-        return self._exactly(v, torch.cat(places), 0.0)
+            positions.append((row[:, None] * scores.shape[1] + latent)[scores.gather(1, latent) > 0])
+        return self._rescore(v, torch.cat(positions), 0.0)
 
-    def _above(self, v: Tensor, bar: float) -> tuple[Tensor, Tensor]:
-        """Places and values of all scores above ``bar``."""
-        places: list[Tensor] = []
+    def _scores_above(self, v: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
+        """Return positions and values of all scores above ``cutoff``."""
+        positions: list[Tensor] = []
         values: list[Tensor] = []
-        for start, scores in self._blocks(v):
-            place, value = above(scores, bar)
-            places.append(place + start * scores.shape[1])
-            values.append(value)
+        for start, scores in self._score_blocks(v):
+            block_positions, block_values = find_above(scores, cutoff)
+            positions.append(block_positions + start * scores.shape[1])
+            values.append(block_values)
         if self._dtype == v.dtype:
-            return torch.cat(places), torch.cat(values)
-        return self._exactly(v, torch.cat(places), bar)
+            return torch.cat(positions), torch.cat(values)
+        return self._rescore(v, torch.cat(positions), cutoff)
 
-    def _exactly(self, v: Tensor, places: Tensor, bar: float) -> tuple[Tensor, Tensor]:
-        """Score entries in the precision of the weights, and drop those not above ``bar``."""
+    def _rescore(self, v: Tensor, positions: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
+        """Recompute scores in the precision of the weights, and drop those not above ``cutoff``."""
         w, latents = self.weights, len(self.weights.W_enc)
-        latent = places % latents
-        begins = torch.arange(len(v) + 1, device=v.device) * latents
-        values = pair_dots(torch.searchsorted(places, begins), latent, v, w.W_enc) + w.b_enc[latent]
-        kept = values > bar
-        return places[kept], values[kept]
+        latent = positions % latents
+        row_starts = torch.arange(len(v) + 1, device=v.device) * latents
+        values = sampled_dots(torch.searchsorted(positions, row_starts), latent, v, w.W_enc) + w.b_enc[latent]
+        kept = values > cutoff
+        return positions[kept], values[kept]
 
-    def _blocks(self, v: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Scores W_enc v + b_enc of some rows at a time, in one buffer: first row, scores."""
+    def _score_blocks(self, v: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first row and the scores W_enc v + b_enc of blocks of rows, all in one buffer."""
         w, latents = self.weights, len(self.weights.W_enc)
         step = max(1, BLOCK // latents)
-        if len(v) <= step and self._scored is v:  # a second look at the same scores
+        if len(v) <= step and self._scored is v:  # the buffer still holds the scores of all rows
             yield 0, self._scores[: len(v) * latents].view(len(v), latents)
             return
         size = min(step, len(v)) * latents
@@ -237,17 +240,17 @@ class Objective:
             self._scores = torch.empty(size, dtype=self._dtype, device=v.device)
         weight, bias = w.W_enc.to(self._dtype), w.b_enc.to(self._dtype)
         for start in range(0, len(v), step):
-            some = v[start : start + step].to(self._dtype)
-            scores = self._scores[: len(some) * latents].view(len(some), latents)
-            torch.addmm(bias, some, weight.T, out=scores)
+            block = v[start : start + step].to(self._dtype)
+            scores = self._scores[: len(block) * latents].view(len(block), latents)
+            torch.addmm(bias, block, weight.T, out=scores)
             self._scored = v
             yield start, scores
 
     # ------------------------------------------------------------------ loss and gradients
 
-    def _through(self, code: Code, u: Tensor, v: Tensor, rows: int, l1: float) -> tuple[Tensor, Tensor]:
-        """Decode, and fill the gradients. Return the error left, u − û, and the sums of squares of each level."""
-        w, gradient = self.weights, self.gradients
+    def _sparse_backward(self, code: SparseCode, u: Tensor, v: Tensor, rows: int, l1: float) -> tuple[Tensor, Tensor]:
+        """Decode and compute the gradients; return the residual u − û and the squared error of each level."""
+        w, gradients = self.weights, self.gradients
         levels, width = len(self._starts), u.shape[1]
         if self._parts.shape != (len(u), levels, width):
             self._parts = u.new_zeros(len(u), levels, width)
@@ -258,81 +261,84 @@ class Objective:
         for level in range(1, levels):
             parts[:, level] += parts[:, level - 1]  # now û_l − u
         errors = torch.linalg.vector_norm(parts, dim=(0, 2)).double().square()
-        left = -parts[:, -1]
-        assert self.recipe.weights is not None
+        residual = -parts[:, -1]
+        assert self.config.weights is not None
         for level in reversed(range(levels)):
-            parts[:, level] *= 2 * self.recipe.weights[level] / rows
+            parts[:, level] *= 2 * self.config.weights[level] / rows
             if level + 1 < levels:
                 parts[:, level] += parts[:, level + 1]  # now G_l
-        pulls = parts.view(-1, width)
-        delta = code.dots(pulls, w.W_dec)
-        code.pull(code.values, pulls, gradient.W_dec)
-        along = code.by_latent(code.values * delta)
-        gradient.W_dec.addcmul_(w.W_dec, along[:, None], value=-1)
+        output_grad = parts.view(-1, width)
+        delta = code.dots(output_grad, w.W_dec)
+        code.accumulate(code.values, output_grad, gradients.W_dec)
+        parallel = code.sum_by_latent(code.values * delta)
+        gradients.W_dec.addcmul_(w.W_dec, parallel[:, None], value=-1)
         delta = delta + l1 / rows
-        code.pull(delta, v, gradient.W_enc)
-        gradient.b_enc.copy_(code.by_latent(delta))
-        gradient.b_dec.copy_(parts[:, 0].sum(0))
-        return left, errors
+        code.accumulate(delta, v, gradients.W_enc)
+        gradients.b_enc.copy_(code.sum_by_latent(delta))
+        gradients.b_dec.copy_(parts[:, 0].sum(0))
+        return residual, errors
 
-    def _through_all(self, u: Tensor, v: Tensor, rows: int, l1: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same for ReLU with many active latents, by dense products; also the counts and the sum of latents."""
-        w, gradient = self.weights, self.gradients
-        for value in gradient.named().values():
+    def _dense_backward(self, u: Tensor, v: Tensor, rows: int, l1: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Do the same by dense products, for ReLU with many active latents; also return counts and sum of latents."""
+        w, gradients = self.weights, self.gradients
+        for value in gradients.named().values():
             value.zero_()
-        along, counts, mass = w.b_enc.new_zeros(len(w.b_enc)), torch.zeros_like(w.b_enc, dtype=torch.int64), u.sum() * 0
-        left = torch.empty_like(u)
-        for start, scores in self._blocks(v):
-            rows_here = slice(start, start + len(scores))
+        parallel, counts = w.b_enc.new_zeros(len(w.b_enc)), torch.zeros_like(w.b_enc, dtype=torch.int64)
+        latent_sum = u.sum() * 0
+        residual = torch.empty_like(u)
+        for start, scores in self._score_blocks(v):
+            block = slice(start, start + len(scores))
             z = scores.clamp_(min=0).to(u.dtype)
-            error = torch.addmm(w.b_dec, z, w.W_dec).sub_(u[rows_here])
-            left[rows_here] = -error
-            pull = error.mul_(2 / rows)
-            delta = pull @ w.W_dec.T
-            gradient.W_dec.addmm_(z.T, pull)
-            along += (z * delta).sum(0)
+            error = torch.addmm(w.b_dec, z, w.W_dec).sub_(u[block])
+            residual[block] = -error
+            output_grad = error.mul_(2 / rows)
+            delta = output_grad @ w.W_dec.T
+            gradients.W_dec.addmm_(z.T, output_grad)
+            parallel += (z * delta).sum(0)
             active = z > 0
             delta = delta.add_(l1 / rows).mul_(active)
-            gradient.W_enc.addmm_(delta.T, v[rows_here])
-            gradient.b_enc += delta.sum(0)
-            gradient.b_dec += pull.sum(0)
+            gradients.W_enc.addmm_(delta.T, v[block])
+            gradients.b_enc += delta.sum(0)
+            gradients.b_dec += output_grad.sum(0)
             counts += active.sum(0)
-            mass = mass + z.sum()
-        gradient.W_dec.addcmul_(w.W_dec, along[:, None], value=-1)
-        errors = torch.linalg.vector_norm(left).double().square()[None]
-        return left, errors, counts, mass
+            latent_sum = latent_sum + z.sum()
+        gradients.W_dec.addcmul_(w.W_dec, parallel[:, None], value=-1)
+        errors = torch.linalg.vector_norm(residual).double().square()[None]
+        return residual, errors, counts, latent_sum
 
-    def _revive(self, v: Tensor, left: Tensor, rows: int, spread: float, silent: Tensor) -> float:
-        """Auxiliary loss: dead latents learn to rebuild the error that the others leave. Adds to the gradients.
+    def _add_aux_loss(
+        self, v: Tensor, residual: Tensor, rows: int, residual_variance: float, rows_since_active: Tensor
+    ) -> float:
+        """Compute the auxiliary loss, in which dead latents reconstruct the residual, and add its gradients.
 
-        A dead latent fired nowhere in this batch, so its gradients were zero until here.
+        A dead latent is not active anywhere in this batch, so its other gradients are zero and can be overwritten.
         """
-        w, gradient, aux = self.weights, self.gradients, self.recipe.aux
-        assert self.recipe.dead_after is not None
-        assert self.recipe.aux_k is not None
-        dead = (silent >= self.recipe.dead_after).nonzero()[:, 0]
+        w, gradients, aux = self.weights, self.gradients, self.config.aux
+        assert self.config.dead_after is not None
+        assert self.config.aux_k is not None
+        dead = (rows_since_active >= self.config.dead_after).nonzero()[:, 0]
         if not len(dead):
             return 0.0
         encoder, decoder, bias = w.W_enc[dead], w.W_dec[dead], w.b_enc[dead]
-        to_encoder, to_decoder = torch.zeros_like(encoder), torch.zeros_like(encoder)
-        to_bias, along = torch.zeros_like(bias), torch.zeros_like(bias)
-        loss = left.new_zeros((), dtype=torch.float64)
+        encoder_grad, decoder_grad = torch.zeros_like(encoder), torch.zeros_like(encoder)
+        bias_grad, parallel = torch.zeros_like(bias), torch.zeros_like(bias)
+        loss = residual.new_zeros((), dtype=torch.float64)
         step = max(1, BLOCK // len(dead))
         for start in range(0, len(v), step):
-            some, error = v[start : start + step], left[start : start + step]
-            z = torch.addmm(bias, some, encoder.T).clamp_(min=0)
-            if self.recipe.aux_k < len(dead):
-                z.mul_(z >= z.topk(self.recipe.aux_k, dim=1).values[:, -1:])
-            missing = (z @ decoder).sub_(error)
-            loss += torch.linalg.vector_norm(missing).double().square()
-            pull = missing.mul_(2 * aux / (rows * spread))
-            delta = (pull @ decoder.T).mul_(z > 0)
-            to_decoder.addmm_(z.T, pull)
-            to_encoder.addmm_(delta.T, some)
-            to_bias += delta.sum(0)
-            along += (z * delta).sum(0)
-        gradient.W_dec[dead] = to_decoder.addcmul_(decoder, along[:, None], value=-1)
-        gradient.W_enc[dead] = to_encoder
-        gradient.b_enc[dead] = to_bias
-        self.world.sum_([loss])
-        return float(loss) / (rows * spread)
+            block, target = v[start : start + step], residual[start : start + step]
+            z = torch.addmm(bias, block, encoder.T).clamp_(min=0)
+            if self.config.aux_k < len(dead):
+                z.mul_(z >= z.topk(self.config.aux_k, dim=1).values[:, -1:])
+            error = (z @ decoder).sub_(target)
+            loss += torch.linalg.vector_norm(error).double().square()
+            output_grad = error.mul_(2 * aux / (rows * residual_variance))
+            delta = (output_grad @ decoder.T).mul_(z > 0)
+            decoder_grad.addmm_(z.T, output_grad)
+            encoder_grad.addmm_(delta.T, block)
+            bias_grad += delta.sum(0)
+            parallel += (z * delta).sum(0)
+        gradients.W_dec[dead] = decoder_grad.addcmul_(decoder, parallel[:, None], value=-1)
+        gradients.W_enc[dead] = encoder_grad
+        gradients.b_enc[dead] = bias_grad
+        self.distributed.all_reduce_([loss])
+        return float(loss) / (rows * residual_variance)

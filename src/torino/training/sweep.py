@@ -1,4 +1,4 @@
-"""Sweep: the same recipe at several expansions, and one table of what came out."""
+"""Sweep over expansions: train one SAE per expansion and write a table of their metrics."""
 
 from __future__ import annotations
 
@@ -13,95 +13,118 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadParameter
-from torino.core.io import read_json, write_atomic, write_json
+from torino.core.io import read_json, write_json
 from torino.sae.model import SAE
 from torino.training.activations.base import Activations
 from torino.training.config import TrainConfig
-from torino.training.distributed import World
-from torino.training.metrics import group_counts, measure
-from torino.training.trainer import Watch, train
+from torino.training.distributed import Distributed
+from torino.training.files import write_text
+from torino.training.metrics import compute_metrics, count_groups
+from torino.training.trainer import StepCallback, train
 
-Photos = Callable[[], Iterable[Tensor]]
-COUNTS = ("latents", "rows")
-SHARES = ("dead", "top_frequency")
+HeldoutPhotos = Callable[[], Iterable[Tensor]]
+COUNT_COLUMNS = ("latents", "rows")
+PERCENT_COLUMNS = ("dead", "top_frequency")
 
 
 def sweep(
     activations: Activations,
-    recipe: TrainConfig,
+    config: TrainConfig,
     expansions: Sequence[float],
     folder: str | Path,
     *,
-    heldout: Photos | None = None,
+    heldout: HeldoutPhotos | None = None,
     heldout_name: str = "",
     device: torch.device | str = "cpu",
-    world: World | None = None,
-    watch: Callable[[float], Watch | None] | None = None,
+    distributed: Distributed | None = None,
+    callback: Callable[[float], StepCallback | None] | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Train one SAE per expansion into ``folder/x…``, and write ``table.md`` and ``table.csv`` after each.
 
-    SAEs that are finished already are not trained again, so a sweep goes on where it was stopped.
+    Finished SAEs are not trained again, so an interrupted sweep resumes where it stopped.
 
     Parameters
     ----------
+    activations : Activations
+    config : TrainConfig
+        Settings of all runs; ``expansion`` and ``latents`` are replaced.
+    expansions : sequence of float
+    folder : str or Path
     heldout : callable, optional
-        Gives the patches of held-out photos, one tensor each; then the measures are of these, with the number of
-        groups a photo has at (k, δ) = (1, 1), (2, 2) and (3, 3).
+        Returns the patches of held-out photos, one tensor per photo. If given, the metrics are computed on these, with
+        the mean number of groups per photo at (k, δ) = (1, 1), (2, 2) and (3, 3).
     heldout_name : str
-        What tells these photos from others; under another name they are measured anew.
-    watch : callable, optional
-        Gives the watch of the run at an expansion.
+        Identifies the held-out photos; the metrics are computed again when it changes.
+    device : torch.device or str
+    distributed : Distributed, optional
+    callback : callable, optional
+        Returns the step callback of the run at an expansion.
     **options
-        Passed on to :func:`torino.training.trainer.train`.
+        Passed to :func:`torino.training.trainer.train`.
+
+    Returns
+    -------
+    list of dict
+        Expansion, number of latents and metrics of each SAE; empty except in the main process.
     """
     if not expansions:
         raise BadParameter("A sweep needs at least one expansion, such as 4.")
-    folder, world = Path(folder), world or World()
-    recipes = {value: replace(recipe, expansion=value, latents=None) for value in expansions}
-    for one in recipes.values():
-        one.settled(activations.width)  # whatever is wrong with any is said before the first is trained
+    folder, distributed = Path(folder), distributed or Distributed()
+    configs = {value: replace(config, expansion=value, latents=None) for value in expansions}
+    # resolve all first, so that a bad expansion is reported before any training
+    latents = {value: each.resolve(activations.width).latents for value, each in configs.items()}
     rows: list[dict[str, Any]] = []
-    for expansion, one in recipes.items():
-        place = folder / f"x{expansion:g}"
-        seen = watch(expansion) if watch is not None else None
-        done = train(activations, one, place, device=device, world=world, watch=seen, **options)
-        if world.first:
-            measures = done.measures if heldout is None else _held_out(place, heldout, heldout_name, device)
-            rows.append({"expansion": expansion, "latents": one.settled(activations.width).latents, **measures})
+    for expansion, run_config in configs.items():
+        sae_folder = folder / f"x{expansion:g}"
+        step_callback = callback(expansion) if callback is not None else None
+        result = train(
+            activations,
+            run_config,
+            sae_folder,
+            device=device,
+            distributed=distributed,
+            callback=step_callback,
+            **options,
+        )
+        if distributed.is_main:
+            metrics = result.metrics if heldout is None else _heldout_metrics(sae_folder, heldout, heldout_name, device)
+            rows.append({"expansion": expansion, "latents": latents[expansion], **metrics})
             write_tables(folder, rows)
-        world.wait()
+        distributed.barrier()
     return rows
 
 
-def _held_out(place: Path, heldout: Photos, name: str, device: torch.device | str) -> Mapping[str, Any]:
-    """Measures on held-out photos, worked out once."""
-    path = place / "training" / "heldout.json"
-    told: dict[str, Any] = read_json(path) if path.exists() else {}
-    if told.get("photos") != name:
-        sae = SAE.load(place, device=device)
-        groups = group_counts(sae, heldout())
-        told = {"photos": name, "measures": {**measure(sae, heldout()).facts(), "groups": groups}}
-        write_json(path, told)
-    return told["measures"]
+def _heldout_metrics(
+    sae_folder: Path, heldout: HeldoutPhotos, name: str, device: torch.device | str
+) -> Mapping[str, Any]:
+    """Return the metrics on held-out photos, computed once and then read from disk."""
+    path = sae_folder / "training" / "heldout.json"
+    saved: dict[str, Any] = read_json(path) if path.exists() else {}
+    if saved.get("photos") != name:
+        sae = SAE.load(sae_folder, device=device)
+        groups = count_groups(sae, heldout())
+        saved = {"photos": name, "measures": {**compute_metrics(sae, heldout()).to_dict(), "groups": groups}}
+        write_json(path, saved)
+    return saved["measures"]
 
 
 def write_tables(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows as ``table.md``, for people, and ``table.csv``, for programs."""
-    flat = [flattened(row) for row in rows]
-    heads = list(flat[0])
+    """Write the rows as ``table.md``, with rounded numbers, and ``table.csv``."""
+    flat = [flatten_row(row) for row in rows]
+    columns = list(flat[0])
     text = io.StringIO()
-    writer = csv.DictWriter(text, heads, lineterminator="\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
-    lines = ["| " + " | ".join(heads) + " |", "|" + " ---: |" * len(heads)]
-    lines += ["| " + " | ".join(shown(name, row[name]) for name in heads) + " |" for row in flat]
-    _write(folder / "table.csv", text.getvalue())
-    _write(folder / "table.md", "\n".join(lines) + "\n")
+    lines = ["| " + " | ".join(columns) + " |", "|" + " ---: |" * len(columns)]
+    lines += ["| " + " | ".join(format_value(name, row[name]) for name in columns) + " |" for row in flat]
+    write_text(folder / "table.csv", text.getvalue())
+    write_text(folder / "table.md", "\n".join(lines) + "\n")
 
 
-def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One row of the table: groups in columns of their own, the errors of the levels in one."""
+def flatten_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table row with one column per group setting and one column for the FVU of all levels."""
     flat = {name: value for name, value in row.items() if name not in ("levels", "groups")}
     levels = row.get("levels", [])
     if len(levels) > 1:
@@ -109,19 +132,12 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     return flat | {f"groups {setting}": count for setting, count in row.get("groups", {}).items()}
 
 
-def shown(name: str, value: Any) -> str:
-    """A number as people read it."""
-    if name in COUNTS:
+def format_value(name: str, value: Any) -> str:
+    """Format a value of the column ``name``."""
+    if name in COUNT_COLUMNS:
         return f"{value:,}"
-    if name in SHARES:
+    if name in PERCENT_COLUMNS:
         return f"{value:.1%}"
     if name == "fvu":
         return f"{value:.4f}"
     return f"{value:.1f}" if name == "l0" or name.startswith("groups") else f"{value}"
-
-
-def _write(path: Path, text: str) -> None:
-    def write(target: Path) -> None:
-        target.write_text(text, encoding="utf-8")
-
-    write_atomic(path, write)

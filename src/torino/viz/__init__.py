@@ -1,1 +1,1 @@
-
+"""Drawings of reductions, as images and in the terminal."""

@@ -1,34 +1,48 @@
-"""Adapter models: the only room that knows them. Needs transformers (``pip install "torino[vlm]"``)."""
+"""Vision-language models: reduce their visual tokens and ask them questions. Needs ``torino[vlm]``."""
 
 from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
 
-from torino.vlm.adapters.base import Adapter, adapter_for, families, serve
-from torino.vlm.context import ReducedInputs, ReducingProcessor, apply, reduced, remove
+from torino.vlm.adapters.base import Adapter, adapter_for, families, register_adapter
+from torino.vlm.answer import Answer
+from torino.vlm.context import apply, reduced, remove
+from torino.vlm.loading import ModelPackage
+from torino.vlm.processor import ReducedInputs, ReducingProcessor
+from torino.vlm.session import VLM, Encoded, Inputs, ask, load_vlm
 from torino.vlm.text_query import ClipText, TextQuery, load_clip_text
-from torino.vlm.trace import Look, Trace
+from torino.vlm.towers import Tower, load_tower
+from torino.vlm.trace import ReducedCall, Trace
 
 __all__ = [
+    "VLM",
     "Adapter",
+    "Answer",
     "ClipText",
-    "Look",
+    "Encoded",
+    "Inputs",
+    "ModelPackage",
+    "ReducedCall",
     "ReducedInputs",
     "ReducingProcessor",
     "TextQuery",
+    "Tower",
     "Trace",
     "adapter_for",
     "apply",
+    "ask",
     "families",
     "load_clip_text",
+    "load_tower",
+    "load_vlm",
     "reduced",
+    "register_adapter",
     "remove",
-    "serve",
 ]
 
-# Which module and class serves which families; it is imported when a model of one is opened.
-_HOSTS = {
+# Module and class of the adapter of each family; imported when a model of that family is used.
+_ADAPTERS = {
     ("llava",): "llava.Llava",
     ("llava_next",): "llava_next.LlavaNext",
     ("llava_onevision",): "llava_onevision.LlavaOnevision",
@@ -40,10 +54,10 @@ _HOSTS = {
 }
 
 
-def _load(place: str) -> type[Adapter]:
-    module, name = place.split(".")
+def _load(target: str) -> type[Adapter]:
+    module, name = target.split(".")
     return getattr(import_module(f"torino.vlm.adapters.{module}"), name)
 
 
-for _families, _place in _HOSTS.items():
-    serve(*_families)(partial(_load, _place))
+for _families, _target in _ADAPTERS.items():
+    register_adapter(*_families)(partial(_load, _target))

@@ -1,11 +1,12 @@
-"""Mass: tokens that are attended to as all the patches they stand for.
+"""Proportional attention in the language model.
 
-A token that stands for n patches is one key among others, where there were n alike before. Text that looked at the
-picture with a certain share of its attention now has less to look at, the more the fewer tokens there are. Adding ln n
-to what a token of n patches is attended with makes up for it, exactly where the n were the same: a softmax over n equal
-keys gives what it gives over one with ln n added. ToMe does so inside the tower (its *proportional attention*); here it
-is the language model. Nothing of the model is changed: the masks of its attention are, for as long as a block lasts,
-and for the thread that is in it.
+A merged token is one key where there were n similar ones before, so text attends to the image less the more tokens are
+merged. Adding ln n to the attention logits of a token that represents n patches corrects this; it is exact when the n
+keys were equal, because a softmax over n equal keys equals a softmax over one of them with ln n added. ToMe introduced
+this inside the vision tower as *proportional attention*; here it is applied in the language model.
+
+The model itself is not changed: hooks rewrite the attention masks of its decoder layers inside a block, for the thread
+that entered it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,90 +26,99 @@ from torino.reducers import Reducer
 from torino.vlm.adapters.base import Adapter
 from torino.vlm.hooks import placing
 
-READ = ("sdpa", "eager")  # attention of transformers that takes a mask between tokens
+Attention = Literal["auto", "plain", "proportional"]
+MASKED_ATTENTION = ("sdpa", "eager")  # implementations in transformers that take an additive mask
 
 
-def weigh(mass: bool | None, reducer: Reducer | None, host: Adapter) -> bool:
-    """Whether tokens are given a mass: as the user says, or as the method has it where the model allows it."""
-    if mass:
-        problem = _problem(host)
-        if problem:
-            raise BadParameter(problem)
-        return True
-    return mass is None and reducer is not None and reducer.proportional_attention and not _problem(host)
+def uses_proportional(attention: Attention, reducer: Reducer | None, adapter: Adapter) -> bool:
+    """Return whether to use proportional attention; ``"auto"`` follows the reducer where the model supports it.
+
+    Raises
+    ------
+    BadParameter
+        If ``"proportional"`` is asked of a model that does not support it.
+    """
+    if attention not in get_args(Attention):
+        raise BadParameter(f"attention must be auto, plain or proportional, got {attention!r}.")
+    if attention == "auto":
+        return reducer is not None and reducer.proportional_attention and not _unsupported(adapter)
+    if attention == "proportional" and (reason := _unsupported(adapter)):
+        raise BadParameter(reason)
+    return attention == "proportional"
 
 
-def _problem(host: Adapter) -> str:
-    """Why tokens cannot be given a mass in a model; empty where they can."""
-    if not host.proportional_attention:
+def _unsupported(adapter: Adapter) -> str:
+    """Return why a model does not support proportional attention; empty where it does."""
+    name = type(adapter.model).__name__
+    if not adapter.proportional_attention:
         return (
-            f"mass=True is not there for {type(host.model).__name__}: it is made for LLaVA-1.5's family, and in others "
-            "images come in tiles, with tokens between them that stand for no patch, or it was not tried. Leave it out."
+            f'attention="proportional" is not available for {name}. It supports the LLaVA-1.5 family; other families '
+            'use tiles, separators that represent no patch, or were not tested. Use attention="plain".'
         )
-    text = host.config.get_text_config()
+    text = adapter.config.get_text_config()
     if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
         return (
-            f"mass=True is not there for {type(host.model).__name__} with a sliding window of {text.sliding_window} "
-            "tokens, whose masks do not say which tokens they are about. Leave it out."
+            f'attention="proportional" is not available for {name} with a sliding window of {text.sliding_window} '
+            'tokens, whose masks do not identify tokens. Use attention="plain".'
         )
     kind = str(getattr(text, "_attn_implementation", None) or "eager")
-    if kind not in READ:
+    if kind not in MASKED_ATTENTION:
         return (
-            f"mass=True adds to a mask of attention, which {kind} does not take. Open the model with "
+            f'attention="proportional" adds to the attention mask, which {kind} does not take. Load the model with '
             'attn_implementation="sdpa" or "eager".'
         )
     return ""
 
 
-def added_by_mass(
+def log_sizes(
     inputs: Mapping[str, Any], image_token: int, plans: Sequence[Reduction], counts: Sequence[int]
 ) -> Tensor:
-    """What each token of a reduced prompt gets added to what it is attended with, (rows, length): ln n, or 0.
+    """Return ln n for every visual token of a reduced prompt and 0 elsewhere, shape (rows, length).
 
-    ``counts`` are the visual tokens of each image; what an image has before those of its plan, such as registers,
-    stands for no patch.
+    ``counts`` is the number of visual tokens of each image. Tokens that precede those of the plan, such as registers,
+    represent no patch.
     """
     ids: Tensor = inputs["input_ids"]
-    added = torch.zeros(ids.shape, device=ids.device)
+    bias = torch.zeros(ids.shape, device=ids.device)
     pairs = zip(plans, counts, strict=True)
-    logs = torch.cat([nn.functional.pad(plan.mass.float().log(), (count - len(plan), 0)) for plan, count in pairs])
-    added[(ids == image_token) & inputs["attention_mask"].bool()] = logs.to(ids.device)
-    return added
+    logs = torch.cat([nn.functional.pad(plan.sizes.float().log(), (count - len(plan), 0)) for plan, count in pairs])
+    bias[(ids == image_token) & inputs["attention_mask"].bool()] = logs.to(ids.device)
+    return bias
 
 
 @contextmanager
-def attending(model: nn.Module, added: Tensor) -> Generator[None]:
-    """Let the language model attend to the tokens of a prompt with something added, inside the block.
+def attention_bias(model: nn.Module, bias: Tensor | None) -> Generator[None]:
+    """Add a bias to the attention logits of the prompt's tokens inside the block.
 
     Parameters
     ----------
     model : a Hugging Face vision-language model
-    added : Tensor of shape (rows, length)
-        For each token of the prompt; what is written after it gets nothing added.
+    bias : Tensor of shape (rows, length), optional
+        One value for each token of the prompt; generated tokens get 0. None or all zeros changes nothing.
     """
-    if not bool(added.any()):  # as it is with all tokens, and with methods whose tokens stand for themselves alone
+    if bias is None or not bool(bias.any()):
         yield
         return
-    blocks = cast(Any, model).get_decoder().layers
+    layers = cast(Any, model).get_decoder().layers
     with ExitStack() as stack:
-        hook = _Added(added)
-        for block in blocks:
+        hook = _BiasHook(bias)
+        for layer in layers:
             with placing:
-                handle = block.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+                handle = layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
             stack.callback(handle.remove)
         yield
 
 
 @dataclass
-class _Added:
-    """Rewrites the mask that attention is called with; blocks that are called with the same one share what it made."""
+class _BiasHook:
+    """Rewrite the attention mask of a layer; layers called with the same mask share the result."""
 
-    added: Tensor
+    bias: Tensor
     _thread: int = field(default_factory=threading.get_ident)
     _last: tuple[Any, tuple[int, int], Tensor] | None = None
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any] | None:
-        if threading.get_ident() != self._thread:  # another one asks the same model something else
+        if threading.get_ident() != self._thread:  # another thread uses the same model
             return None
         mask: Tensor | None = given.get("attention_mask")
         states: Tensor = given["hidden_states"] if "hidden_states" in given else arguments[0]
@@ -116,22 +126,22 @@ class _Added:
         cache = given.get("past_key_values")
         if mask is None and cache is not None:
             past = int(cache.get_seq_length(module.layer_idx))
-            length = int(cache.get_mask_sizes(length, module.layer_idx)[0])  # a static one is as long as it may get
+            length = int(cache.get_mask_sizes(length, module.layer_idx)[0])  # a static cache has its maximal length
         if self._last is None or self._last[0] is not mask or self._last[1] != (past, length):
-            self._last = (mask, (past, length), self._mask(mask, states, past, length))
+            self._last = (mask, (past, length), self._biased(mask, states, past, length))
         return arguments, {**given, "attention_mask": self._last[2]}
 
-    def _mask(self, mask: Tensor | None, states: Tensor, past: int, length: int) -> Tensor:
+    def _biased(self, mask: Tensor | None, states: Tensor, past: int, length: int) -> Tensor:
         rows, new = states.shape[:2]
-        least = torch.finfo(states.dtype).min
-        if mask is None:  # each token sees all that went before
+        lowest = torch.finfo(states.dtype).min
+        if mask is None:  # causal
             mask = torch.ones(new, length, dtype=torch.bool, device=states.device).tril(past).expand(rows, 1, -1, -1)
         if mask.dtype is torch.bool:
-            made = torch.zeros(mask.shape, dtype=states.dtype, device=mask.device).masked_fill_(~mask, least)
+            additive = torch.zeros(mask.shape, dtype=states.dtype, device=mask.device).masked_fill_(~mask, lowest)
         else:
-            made = mask.to(states.dtype, copy=True)
-        made = made.expand(rows, -1, -1, -1).contiguous()
-        several = self.added.repeat_interleave(rows // len(self.added), 0)  # of a beam, or of several answers
-        known = made[..., : several.shape[1]]
-        known += several[:, None, None, : known.shape[-1]].to(made)
-        return made.clamp_(min=least)
+            additive = mask.to(states.dtype, copy=True)
+        additive = additive.expand(rows, -1, -1, -1).contiguous()
+        bias = self.bias.repeat_interleave(rows // len(self.bias), 0)  # beams, or several answers for one prompt
+        prompt = additive[..., : bias.shape[1]]
+        prompt += bias[:, None, None, : prompt.shape[-1]].to(additive)
+        return additive.clamp_(min=lowest)

@@ -1,8 +1,8 @@
-"""Tapping a vision tower: the tokens after one block and the signals asked for, with the rest of the tower left out.
+"""Capture features and signals inside a vision tower, and stop the tower once they are complete.
 
-Hooks on the blocks and on their query and key projections take what is wanted as it passes; as soon as all of it is
-there the tower is stopped. The tower keeps its own attention kernels: the CLS row of an attention map is worked out
-from the captured queries and keys. Hooks heed only the thread that position_mode them, so threads may share a tower.
+Hooks on the blocks and on their query and key projections capture what is needed; then the forward pass stops, so later
+blocks never run. The tower keeps its own attention kernels: attention maps are computed from the captured queries and
+keys. Hooks ignore all threads but the one that registered them, so several threads can share a tower.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from torch import Tensor, nn
 from torino.core.errors import MissingSignal, TorinoError
 from torino.core.timing import stage
 
-# Which projections each signal is worked out of.
+# The projections that each signal is computed from.
 SIGNALS = {
-    "cls_attention": ("query", "key"),  # (heads, N): of the CLS token to the patches
-    "cls_attention_joint": ("query", "key"),  # (N,): the same with all heads as one of full width
-    "received_attention": ("query", "key"),  # (N,): what each patch receives, mean over heads and all queries
+    "cls_attention": ("query", "key"),  # (heads, N): attention of the CLS token to the patches
+    "cls_attention_joint": ("query", "key"),  # (N,): the same, with all heads as one head of full width
+    "received_attention": ("query", "key"),  # (N,): attention that each patch receives, mean over heads and queries
     "attention": ("query", "key"),  # (heads, N, N): between patches, rows are queries
     "keys": ("key",),  # (N, width)
     "head_keys": ("key",),  # (N, width / heads): mean over heads
     "queries": ("query",),  # (N, width)
 }
-# PyTorch numbers hooks by a counter that two threads could read at once; the second hook would replace the first.
+# PyTorch numbers hooks with a counter that two threads could read at once; the second hook would replace the first.
 placing = threading.Lock()
 
 
 @dataclass(frozen=True)
 class TowerLayout:
-    """Where things are in a tower.
+    """The parts of a tower.
 
     Attributes
     ----------
     blocks : nn.ModuleList
         Its transformer blocks, in order.
     prefix : int
-        Tokens before the patches: CLS and registers.
+        Number of tokens before the patches: CLS and registers.
     has_cls : bool
         Whether the first of them is a CLS token.
     heads : int
         Attention heads of a block.
     query, key : callable
-        The projections of a block whose outputs are its queries and keys, shape (images, tokens, width).
+        Return the projections of a block whose outputs are its queries and keys, shape (images, tokens, width).
     name : str
-        The tower, for the origin of the tokens and for errors.
+        Name of the tower, for the origin of the tokens and for errors.
     """
 
     blocks: nn.ModuleList
@@ -64,13 +64,13 @@ class TowerLayout:
 
 @dataclass(frozen=True)
 class CapturedFeatures:
-    """What was captured: ``states`` (images, tokens, D) after the tap block, and signals by name, one row per image."""
+    """Captured values: ``states`` (images, tokens, D) at the feature layer, and signals by name, one row per image."""
 
     states: Tensor
     signals: dict[str, Tensor]
 
-    def of(self, name: str, image: int) -> Tensor | None:
-        """A signal of one image, if it was captured."""
+    def signal(self, name: str, image: int) -> Tensor | None:
+        """Return a signal of one image, or None if it was not captured."""
         values = self.signals.get(name)
         return None if values is None else values[image]
 
@@ -99,93 +99,104 @@ def tower_layout(tower: nn.Module) -> TowerLayout:
             prefix=1 + int(getattr(config, "num_register_tokens", 0)),
             has_cls=True,
             heads=heads,
-            query=lambda block: _first(block, "attention.attention.query", "attention.q_proj", "self_attn.q_proj"),
-            key=lambda block: _first(block, "attention.attention.key", "attention.k_proj", "self_attn.k_proj"),
+            query=lambda block: _find_module(
+                block, "attention.attention.query", "attention.q_proj", "self_attn.q_proj"
+            ),
+            key=lambda block: _find_module(block, "attention.attention.key", "attention.k_proj", "self_attn.k_proj"),
             name=name,
         )
     raise TorinoError(
-        f"The vision tower {type(tower).__name__} ({kind}) is not known here. "
-        "Known: CLIP, SigLIP, SigLIP2, DINOv2 with or without registers."
+        f"The vision tower {type(tower).__name__} ({kind}) is not supported. "
+        "Supported: CLIP, SigLIP, SigLIP2, DINOv2 with or without registers."
     )
 
 
-def tap(
+def capture(
     tower: nn.Module, parts: TowerLayout, block: int, needs: frozenset[str], run: Callable[[], object]
 ) -> CapturedFeatures:
-    """Run a tower until everything wanted is captured.
+    """Run a tower until all needed values are captured.
 
     Parameters
     ----------
     tower, parts
-        The tower and its tower_layout.
+        The tower and its layout.
     block : int
-        Zero-based block whose output is tapped; −1 is what enters the first block.
+        Zero-based block whose output is the feature layer; −1 is the input of the first block.
     needs : frozenset of str
-        ``"cls_attention"``, ``"keys"`` and ``"queries"`` at the tap block. ``"cls_attention@+1"`` or ``"keys@8"``
-        name another block, relative or absolute. ``"cls"`` costs nothing and is always there where a tower has it.
-        Signals are float32 and carry no gradient.
+        Signals, such as ``"cls_attention"``, ``"keys"`` and ``"queries"``, of the block ``block``.
+        ``"cls_attention@+1"`` and ``"keys@8"`` refer to another block, by relative or absolute number. ``"cls"`` costs
+        nothing and is available in every tower with a CLS token. Signals are float32 without gradients.
     run : callable
         Calls the tower on its pixels.
     """
-    wanted = {name: _site(name, block, len(parts.blocks), parts) for name in sorted(needs)}
-    wanted.pop("cls", None)
-    find = {"query": parts.query, "key": parts.key}
-    catcher = Catcher(stops=not _is_checkpointing(parts))
+    sources = {name: _check_signal(name, block, len(parts.blocks), parts) for name in sorted(needs)}
+    sources.pop("cls", None)
+    projections = {"query": parts.query, "key": parts.key}
+    capturer = OutputCapturer(stop=not _is_checkpointing(parts))
     with ExitStack() as hooks:
         if block < 0:
-            catcher.place(hooks, parts.blocks[0], "states", before=True)
+            capturer.register(hooks, parts.blocks[0], "states", take_input=True)
         else:
-            catcher.place(hooks, parts.blocks[block], "states")
-        for part, site in sorted({(part, site) for name, site in wanted.items() for part in SIGNALS[_kind(name)]}):
-            catcher.place(hooks, find[part](parts.blocks[site]), f"{part}@{site}")
-        with suppress(_Enough):
+            capturer.register(hooks, parts.blocks[block], "states")
+        needed = {(part, source) for name, source in sources.items() for part in SIGNALS[_kind(name)]}
+        for part, source in sorted(needed):
+            capturer.register(hooks, projections[part](parts.blocks[source]), f"{part}@{source}")
+        with suppress(_StopForward):
             run()
-    missing = sorted(catcher.wanted - set(catcher.caught))
+    captured = capturer.captured
+    missing = sorted(capturer.expected - set(captured))
     if missing:
         raise TorinoError(
-            f"The tower {type(tower).__name__} ended without passing {', '.join(missing)}. A tower that was compiled "
-            "does not show what is inside it: give the model as it was before torch.compile, or compile its language "
-            "model alone. Otherwise torino does not know this version of it."
+            f"The tower {type(tower).__name__} finished without computing {', '.join(missing)}. Hooks see nothing "
+            "inside a compiled tower: pass the model from before torch.compile, or compile only its language model. "
+            "Otherwise, torino does not support this version of the tower."
         )
-    caught = catcher.caught
-    if not wanted:
-        return CapturedFeatures(caught["states"], {})
+    if not sources:
+        return CapturedFeatures(captured["states"], {})
     with stage("signals"):
-        signals = {name: _signal(_kind(name), site, caught, parts) for name, site in wanted.items()}
-    return CapturedFeatures(caught["states"], signals)
+        signals = {name: _compute_signal(_kind(name), source, captured, parts) for name, source in sources.items()}
+    return CapturedFeatures(captured["states"], signals)
 
 
-def _is_checkpointing(parts: TowerLayout) -> bool:
-    """Whether blocks run inside a checkpoint, which gives a tensor its gradient only once the block has ended."""
-    block = parts.blocks[0]
-    return torch.is_grad_enabled() and block.training and bool(getattr(block, "gradient_checkpointing", False))
+def signal_block(name: str, default: int, blocks: int) -> int:
+    """Return the block that a signal refers to: ``keys`` the default, ``keys@8`` block 8, ``keys@+1`` the next one."""
+    kind, at, number = name.partition("@")
+    digits = number.lstrip("+-")
+    if at and not (digits.isdecimal() and len(number) - len(digits) <= 1):
+        raise MissingSignal(
+            f"{name!r} does not name a block. Write {kind}@8 for block 8, or {kind}@-1 for the one before the default."
+        )
+    block = default + int(number) if number[:1] in ("+", "-") else int(number) if number else default
+    if not 0 <= block < blocks:
+        raise MissingSignal(f"{name} refers to block {block}, and the tower has blocks 0 to {blocks - 1}.")
+    return block
 
 
-class _Enough(BaseException):
-    """Everything is captured; not an Exception, so that nothing on the way out takes it for an error."""
+class _StopForward(BaseException):
+    """Raised when everything is captured; not an Exception, so that no code on the way handles it as an error."""
 
 
-class Catcher:
-    """Takes outputs of modules as they pass into ``caught``, by name, and where it ``stops`` ends the tower then."""
+class OutputCapturer:
+    """Store outputs of modules in ``captured``, by name; with ``stop``, end the forward pass once all are there."""
 
-    def __init__(self, stops: bool) -> None:
-        self.stops, self.thread = stops, threading.get_ident()
-        self.wanted: set[str] = set()
-        self.caught: dict[str, Tensor] = {}
+    def __init__(self, stop: bool) -> None:
+        self.stop, self.thread = stop, threading.get_ident()
+        self.expected: set[str] = set()
+        self.captured: dict[str, Tensor] = {}
 
-    def place(self, hooks: ExitStack, module: nn.Module, name: str, before: bool = False) -> None:
-        """Wait for what a module gives, or takes, until ``hooks`` are closed."""
+    def register(self, hooks: ExitStack, module: nn.Module, name: str, take_input: bool = False) -> None:
+        """Capture the output of a module, or its input, until ``hooks`` is closed."""
 
         def take(value: Any) -> None:
-            if threading.get_ident() != self.thread or name in self.caught:
+            if threading.get_ident() != self.thread or name in self.captured:
                 return
-            self.caught[name] = value[0] if isinstance(value, tuple) else value
-            if self.stops and self.wanted == set(self.caught):
-                raise _Enough
+            self.captured[name] = value[0] if isinstance(value, tuple) else value
+            if self.stop and self.expected == set(self.captured):
+                raise _StopForward
 
-        self.wanted.add(name)
+        self.expected.add(name)
         with placing:
-            if before:
+            if take_input:
                 handle = module.register_forward_pre_hook(
                     lambda _, arguments, named: take(arguments or named["hidden_states"]), with_kwargs=True
                 )
@@ -194,19 +205,25 @@ class Catcher:
         hooks.callback(handle.remove)
 
 
+def _is_checkpointing(parts: TowerLayout) -> bool:
+    """Return whether blocks use gradient checkpointing, where a tensor has its gradient only after the block ends."""
+    block = parts.blocks[0]
+    return torch.is_grad_enabled() and block.training and bool(getattr(block, "gradient_checkpointing", False))
+
+
 @torch.no_grad()
-def _signal(kind: str, site: int, caught: dict[str, Tensor], parts: TowerLayout) -> Tensor:
-    """Work a signal out of captured projections, in float32, the tokens before the patches cut off."""
+def _compute_signal(kind: str, block: int, captured: dict[str, Tensor], parts: TowerLayout) -> Tensor:
+    """Compute a signal of the patches from captured projections, in float32."""
     if kind in ("keys", "queries"):
-        return caught[f"{SIGNALS[kind][0]}@{site}"][:, parts.prefix :].detach().float()
-    key = caught[f"key@{site}"].float()
+        return captured[f"{SIGNALS[kind][0]}@{block}"][:, parts.prefix :].detach().float()
+    key = captured[f"key@{block}"].float()
     images, tokens, width = key.shape
     if kind == "head_keys":
         return key.view(images, tokens, parts.heads, -1).mean(2)[:, parts.prefix :]
     heads = 1 if kind == "cls_attention_joint" else parts.heads
     size = width // heads
-    query = caught[f"query@{site}"].float()
-    query = query[:, :1] if kind.startswith("cls") else query  # most want one row of the map, not all of it
+    query = captured[f"query@{block}"].float()
+    query = query[:, :1] if kind.startswith("cls") else query  # these need only the CLS row of the map
     with torch.autocast(query.device.type, enabled=False):
         q = query.view(images, -1, heads, size).transpose(1, 2)
         k = key.view(images, tokens, heads, size).transpose(1, 2)
@@ -223,38 +240,29 @@ def _kind(name: str) -> str:
     return name.partition("@")[0]
 
 
-def _site(name: str, block: int, blocks: int, parts: TowerLayout) -> int:
-    kind, at, where = name.partition("@")
-    if kind not in (*SIGNALS, "cls") or (kind == "cls" and at):
+def _check_signal(name: str, block: int, blocks: int, parts: TowerLayout) -> int:
+    """Return the block that a signal comes from; refuse signals that the tower does not have."""
+    kind = _kind(name)
+    if kind not in (*SIGNALS, "cls") or (kind == "cls" and "@" in name):
         raise MissingSignal(
-            f"No signal is called {name!r}. Known: cls, {', '.join(SIGNALS)}; all but cls also of another block, as "
-            "keys@+1 or keys@8."
+            f"{name!r} is not a signal of a tower. Use cls, {', '.join(SIGNALS)}; all but cls optionally of another "
+            "block, such as keys@+1 or keys@8."
         )
     if kind.startswith("cls") and not parts.has_cls:
         what = "the CLS token" if kind == "cls" else "the attention of a CLS token"
         raise MissingSignal(
             f"{name} is {what}, and the tower {parts.name or 'of this model'} has none. "
-            "Choose a reducer that does without, such as torino-m."
+            "Choose a reducer that does not need it, such as torino-m."
         )
-    if kind == "cls":
-        return block
-    number = where.lstrip("+-")
-    if at and not (number.isdecimal() and len(where) - len(number) <= 1):
-        raise MissingSignal(
-            f"{name!r} names no block. Write {kind}@8 for block 8, or {kind}@+1 for the one after the tap."
-        )
-    site = block + int(where) if where[:1] in ("+", "-") else int(where) if where else block
-    if not 0 <= site < blocks:
-        raise MissingSignal(f"{name} asks for block {site}, and the tower has blocks 0 to {blocks - 1}.")
-    return site
+    return block if kind == "cls" else signal_block(name, block, blocks)
 
 
-def _first(block: nn.Module, *paths: str) -> nn.Module:
+def _find_module(block: nn.Module, *paths: str) -> nn.Module:
     for path in paths:
         try:
             return block.get_submodule(path)
         except AttributeError:
             continue
     raise TorinoError(
-        f"{type(block).__name__} has none of {', '.join(paths)}; torino does not know this version of it."
+        f"{type(block).__name__} has none of {', '.join(paths)}; torino does not support this version of it."
     )

@@ -1,7 +1,7 @@
-"""Repacking a prompt: where an image had many placeholders it keeps as many as it has tokens left.
+"""Shorten a prompt so that each image has one placeholder for each of its remaining tokens.
 
-Nothing here knows a model. A prompt is ``input_ids`` of shape (rows, length) with its mask; an image is a run of
-placeholders, in order of appearance; its tokens say which placeholder's place each of them takes.
+This module is independent of any model. A prompt is ``input_ids`` of shape (rows, length) with its mask. An image is a
+run of placeholders, in order of appearance, and each of its tokens takes the place of one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torino.core.errors import BadParameter, BadTokens
 
 Side = Literal["left", "right"]
-# What else runs along the prompt, and what stands in its padding.
+# Other inputs with one value for each token, and their padding values.
 FILL = {"attention_mask": 0, "labels": -100, "token_type_ids": 0, "mm_token_type_ids": 0}
 
 
@@ -27,11 +27,11 @@ class ShortenedPrompt:
     Attributes
     ----------
     inputs : dict
-        ``input_ids``, ``attention_mask`` and whatever else ran along the prompt.
+        ``input_ids``, ``attention_mask`` and the other inputs with one value for each token.
     kept : tuple of Tensor
-        For each row, the position in the old prompt of every position in the new one, padding left out.
+        For each row, the position in the full prompt of every token of the new one, without padding.
     side : {"left", "right"}
-        Where the padding stands.
+        Side of the padding.
     """
 
     inputs: dict[str, Tensor]
@@ -39,7 +39,7 @@ class ShortenedPrompt:
     side: Side
 
     def spread(self, per_row: Sequence[Tensor], fill: int) -> Tensor:
-        """Pad one tensor per row, laid out like the new prompt (the last dimension is the prompt)."""
+        """Pad one tensor per row to the length of the new prompt, which is the last dimension, and stack them."""
         length = max(len(positions) for positions in self.kept)
         rows: list[Tensor] = []
         for row in per_row:
@@ -57,113 +57,115 @@ def shorten_prompt(
     side: Side | None = None,
     pad: int = 0,
 ) -> ShortenedPrompt:
-    """Shrink a prompt to the tokens that its images have left.
+    """Shorten a prompt to the remaining tokens of its images.
 
     Parameters
     ----------
     inputs : mapping
-        ``input_ids`` (rows, length), and optionally ``attention_mask``, ``labels`` and the like.
+        ``input_ids`` (rows, length), and optionally ``attention_mask``, ``labels`` and the other inputs of ``FILL``.
     image_token : int
-        The placeholder.
+        Id of the placeholder.
     full : sequence of int
-        Placeholders of each image in the old prompt, images in order of appearance.
+        Placeholders of each image in the full prompt, in order of appearance.
     slots : sequence of Tensor
-        For each image, the placeholder (0 to full - 1) whose place each of its tokens takes, in order. One
-        placeholder may be named more than once.
+        For each image, the placeholder (0 to full − 1) that each of its tokens replaces, in order. Several tokens may
+        replace the same placeholder.
     side : {"left", "right"}, optional
-        Where padding goes; by default where it was, and left where there was none.
+        Side of the padding; by default unchanged, and left if there was no padding.
     pad : int
-        Token that fills ``input_ids``; it is masked, so any will do.
+        Padding value of ``input_ids``; it is masked, so its value does not matter.
 
     Examples
     --------
     >>> ids = torch.tensor([[7, 9, 9, 9, 9, 5], [0, 0, 0, 0, 8, 5]])
-    >>> done = shorten_prompt({"input_ids": ids, "attention_mask": (ids > 0).long()}, 9, [4], [torch.tensor([0, 2])])
-    >>> done.inputs["input_ids"].tolist(), [row.tolist() for row in done.kept]
+    >>> prompt = shorten_prompt({"input_ids": ids, "attention_mask": (ids > 0).long()}, 9, [4], [torch.tensor([0, 2])])
+    >>> prompt.inputs["input_ids"].tolist(), [row.tolist() for row in prompt.kept]
     ([[7, 9, 9, 5], [0, 0, 8, 5]], [[0, 1, 3, 5], [4, 5]])
     """
     ids: Tensor = inputs["input_ids"]
     if ids.ndim != 2:
-        raise BadParameter(f"input_ids must have shape (rows, length), got {tuple(ids.shape)}. Give it as ids[None].")
+        raise BadParameter(f"input_ids must have shape (rows, length), got {tuple(ids.shape)}. Pass ids[None].")
     mask = inputs.get("attention_mask")
     if mask is None:
         mask = torch.ones_like(ids)
     if mask.shape != ids.shape:
         raise BadParameter(
             f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(mask.shape)}. "
-            "Masks of attention between tokens cannot be shrunk; leave it out or give one mark per token."
+            "Masks between pairs of tokens cannot be shortened; omit it, or pass one value for each token."
         )
-    along: dict[str, Tensor] = {name: inputs[name] for name in FILL if inputs.get(name) is not None}
-    for name, value in along.items():
+    per_token: dict[str, Tensor] = {name: inputs[name] for name in FILL if inputs.get(name) is not None}
+    for name, value in per_token.items():
         if value.shape != ids.shape:
             raise BadParameter(
                 f"{name} must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(value.shape)}. "
-                "It runs along the prompt and is shrunk with it."
+                "Pass one value for each token."
             )
-    along["attention_mask"] = mask
+    per_token["attention_mask"] = mask
     kept = _kept_positions(ids, mask.bool(), image_token, full, slots)
-    done = ShortenedPrompt({}, kept, side or _side(mask))
+    layout = ShortenedPrompt({}, kept, side or _padding_side(mask))
 
-    def shrunk(value: Tensor, fill: int) -> Tensor:
-        return done.spread([row[at.to(row.device)] for row, at in zip(value, kept, strict=True)], fill)
+    def shorten(value: Tensor, fill: int) -> Tensor:
+        rows = [row[positions.to(row.device)] for row, positions in zip(value, kept, strict=True)]
+        return layout.spread(rows, fill)
 
-    packed = {name: shrunk(value, FILL[name]) for name, value in along.items()}
-    packed["input_ids"] = shrunk(ids, pad)
-    return ShortenedPrompt(packed, kept, done.side)
+    shortened = {name: shorten(value, FILL[name]) for name, value in per_token.items()}
+    shortened["input_ids"] = shorten(ids, pad)
+    return ShortenedPrompt(shortened, kept, layout.side)
 
 
 def _kept_positions(
-    ids: Tensor, real: Tensor, image_token: int, full: Sequence[int], slots: Sequence[Tensor]
+    ids: Tensor, mask: Tensor, image_token: int, full: Sequence[int], slots: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    # worked out on the CPU, where a question to a tensor does not wait for a queue
-    device, ids, real = ids.device, ids.cpu(), real.cpu()
+    """Return the position in the full prompt of every token of the new one, for each row."""
+    # Computed on the CPU: reading a value from a GPU tensor would wait for all queued kernels.
+    device, ids, mask = ids.device, ids.cpu(), mask.cpu()
     images = iter(zip(full, slots, strict=True))
     rows: list[Tensor] = []
     used = 0
-    for number, (row, is_real) in enumerate(zip(ids, real, strict=True)):
-        is_image = (row == image_token) & is_real
-        places = is_image.nonzero()[:, 0]
-        left = len(places)
-        position = [(is_real & ~is_image).nonzero()[:, 0]]
-        order = [position[0]]
+    for number, (row, is_token) in enumerate(zip(ids, mask, strict=True)):
+        is_image = (row == image_token) & is_token
+        placeholders = is_image.nonzero()[:, 0]
+        left = len(placeholders)
+        positions = [(is_token & ~is_image).nonzero()[:, 0]]
+        sort_keys = [positions[0]]
         while left:
-            count, chosen = next(images, (0, None))
-            if chosen is None:
+            count, image_slots = next(images, (0, None))
+            if image_slots is None:
                 raise BadTokens(
-                    f"{len(full)} {_images(len(full))} given ({_counts(full)} placeholders), and row {number} of the "
-                    f"prompt has {left} placeholders more. Give one image for each place, in order."
+                    f"{len(full)} {_image_word(len(full))} given ({_describe_counts(full)} placeholders), and row "
+                    f"{number} of the prompt has {left} more placeholders. Pass one image for each place, in order."
                 )
             if count > left:
                 raise BadTokens(
-                    f"Row {number} of the prompt has {len(places)} image placeholders, which is not what its images "
-                    f"take ({_counts(full)}). The prompt may have been cut by the tokenizer: raise its max_length, "
-                    "or turn truncation off."
+                    f"Row {number} of the prompt has {len(placeholders)} image placeholders, which does not match its "
+                    f"images ({_describe_counts(full)}). The tokenizer may have truncated the prompt: increase its "
+                    "max_length, or disable truncation."
                 )
             used += 1
-            mine = places[len(places) - left :][:count]
-            taken = mine[chosen.cpu()]
-            position.append(taken)
-            # Text keeps its place in the queue, and so does a token that stands in one of its own; tokens given
-            # out of order stay in the order they were given.
-            order.append(taken.cummax(0).values if len(taken) else taken)
+            taken = placeholders[len(placeholders) - left :][:count][image_slots.cpu()]
+            positions.append(taken)
+            # Sorting by the running maximum keeps tokens that are given out of order in the given order, and tokens
+            # in order at their place within the text.
+            sort_keys.append(taken.cummax(0).values if len(taken) else taken)
             left -= count
-        at = torch.cat(order).argsort(stable=True)
-        rows.append(torch.cat(position)[at].to(device))
+        order = torch.cat(sort_keys).argsort(stable=True)
+        rows.append(torch.cat(positions)[order].to(device))
     if used != len(full):
         raise BadTokens(
-            f"{len(full)} {_images(len(full))} given, and the prompt has places for {used}. Give one image for each."
+            f"{len(full)} {_image_word(len(full))} given, and the prompt has placeholders for {used}. Pass one image "
+            "for each place."
         )
     return tuple(rows)
 
 
-def _images(count: int) -> str:
+def _image_word(count: int) -> str:
     return "image was" if count == 1 else "images were"
 
 
-def _counts(full: Sequence[int]) -> str:
-    """The placeholders of each image; a run of equal ones is said once."""
+def _describe_counts(full: Sequence[int]) -> str:
+    """Return the placeholders of each image as text, shortened if all are equal."""
     return f"{len(full)} x {full[0]}" if len(full) > 1 and len(set(full)) == 1 else ", ".join(map(str, full))
 
 
-def _side(mask: Tensor) -> Side:
+def _padding_side(mask: Tensor) -> Side:
     return "right" if bool((mask[:, 0] != 0).all()) and bool((mask[:, -1] == 0).any()) else "left"

@@ -1,457 +1,549 @@
-"""Ask: an image and a question become an answer, with what became of the image's tokens and how long each part took."""
+"""The single path from images and a question to an answer: :class:`VLM`.
+
+``torino ask``, ``compare``, ``eval``, ``bench`` and the integrations all use it, so an option of the session works in
+all of them. Its answer equals ``with reduced(model, reducer): model.generate(...)`` token for token.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast, get_args
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torino_lab.model import lab_folder, lab_source
+from torch.nn.functional import cross_entropy, pad
 
-from torino.core.errors import BadFile, BadParameter, TorinoError
+from torino.core.concepts import CachedEncoder
+from torino.core.errors import BadParameter, MissingSignal, TorinoError
 from torino.core.reduction import Reduction, ReductionBatch
-from torino.core.tokens import VisualTokens
-from torino.datasets.images import Padding, Picture, as_seen, mean_colour, open_image, prepare
-from torino.reducers import PositionMode, Reducer, TowerState
-from torino.vlm import ClipText, TextQuery, Trace, adapter_for, families, reduced
-from torino.vlm.adapters.base import Positions
-from torino.vlm.towers import device_of, dtype_of, fetch, local_name, transformers
+from torino.core.timing import recording, stage, synchronize
+from torino.datasets.images import Padding, Picture, as_seen, mean_color, open_image, prepare
+from torino.reducers import PositionMode, Reducer, as_in_tower
+from torino.vlm.adapters.base import (
+    QUERY_SIGNALS,
+    EncodedImages,
+    ImageEmbeds,
+    Positions,
+    adapter_for,
+    position_mode,
+)
+from torino.vlm.answer import Answer, FirstTokenClock
+from torino.vlm.attention import Attention, log_sizes, uses_proportional
+from torino.vlm.context import reduced, run_generate
+from torino.vlm.generate import GenerateCall
+from torino.vlm.loading import ModelPackage, load_model, model_package, transformers
+from torino.vlm.prefix import PrefixCache
+from torino.vlm.prompt import Turn, check_question, last_question, turn_images, user_turn, write_prompt
+from torino.vlm.text_query import ClipText, TextQuery
+from torino.vlm.trace import ReducedCall, Trace
 
-# Prompts of families whose processors may come without a chat template.
-PROMPTS = {"llava": "USER: {images}{question} ASSISTANT:", "paligemma": "{images}{question}"}
-# Where stock models keep what the stages of a reduced one are compared with.
-PARTS = {
-    "tower": ("vision_tower", "visual", "vision_model"),
-    "projector": ("multi_modal_projector", "connector"),
-}
 
-
-@dataclass(frozen=True)
-class Answer:
-    """What a model said, and how it came to say it.
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Model inputs of one or several prompts, with all visual tokens.
 
     Attributes
     ----------
-    text : str
-        What ``model.generate`` gives for the same inputs, decoded without special tokens.
-    prompt : str
-        The text the model was given, with one placeholder for each image.
-    before, after : int
-        Image tokens of the prompt, and those that the language model got.
-    new_tokens : int
-        Length of the answer.
-    seconds : dict
-        ``processor`` (pixels and text), ``tower``, ``question`` (read to choose patches by, where a method does),
-        ``plan`` (all of the reducer; ``sae`` and ``grouping`` are part of it), ``projector``, ``prefill`` (the prompt
-        up to the first token), ``decode`` (the other tokens), ``total``. Of one run: a first run also pays for
-        starting up, unless ``baseline`` was asked for.
-    padding : {"crop", "square"}
-    trace : Trace or None
-        What became of each image; None where all tokens were kept.
-    seen : tuple of PIL images
-        The images as the tower saw them, one for each reduction.
-    baseline : Answer or None
-        The answer with all tokens, if it was asked for.
+    tensors : dict
+        Output of the model's processor, on the model's device.
+    prompts, questions : tuple of str
+        The text of each prompt with one marker per image, and its bare question.
+    images : tuple of PIL images
+        All images, in order, as the processor received them.
+    seconds : float
+        Time that opening and processing took.
     """
 
-    text: str
-    prompt: str
-    before: int
-    after: int
-    new_tokens: int
+    tensors: dict[str, Any]
+    prompts: tuple[str, ...]
+    questions: tuple[str, ...]
+    images: tuple[Image.Image, ...] = field(default=(), repr=False)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedImages:
+    """The images of some inputs, reduced by one reducer and projected.
+
+    Attributes
+    ----------
+    plans : ReductionBatch
+        The reduction of each unit (image or tile).
+    encoded : EncodedImages
+    embeds : list of ImageEmbeds
+        What replaces the placeholders of each image.
+    seconds : dict
+        ``tower``, ``question``, ``plan``, ``projector`` and their parts. Work that several reducers share counts in
+        full for each of them.
+    positions : {"compact", "original"}
+    proportional : bool
+    """
+
+    plans: ReductionBatch
+    encoded: EncodedImages
+    embeds: list[ImageEmbeds]
     seconds: dict[str, float]
-    padding: Padding
-    trace: Trace | None = None
-    seen: tuple[Image.Image, ...] = field(default=(), repr=False)
-    baseline: Answer | None = None
-
-    def __str__(self) -> str:
-        """Return the text."""
-        return self.text
+    positions: PositionMode
+    proportional: bool
 
     @property
-    def reductions(self) -> tuple[Reduction, ...]:
-        """The reduction of each image (or tile of one); none where all tokens were kept."""
-        return () if self.trace is None else tuple(self.trace)
+    def tokens(self) -> int:
+        """Visual tokens that the language model receives."""
+        return sum(len(item.slots) for item in self.embeds)
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """Output of one ``generate`` call.
+
+    Attributes
+    ----------
+    texts : list of str
+        One per reduction and prompt: all prompts of the first reduction, then of the second, and so on.
+    ids : Tensor
+        Generated tokens, shape (rows, new tokens).
+    prefill, decode : float
+        Seconds until the first token, and from there to the end.
+    """
+
+    texts: list[str]
+    ids: Tensor
+    prefill: float
+    decode: float
+
+
+class Encoded:
+    """Images that the tower encodes once for any number of reducers and questions.
+
+    The tower runs on first use, for the union of the signals that the given reducers read. If the tower lacks one of
+    them, it runs again for each set of signals, and only the reducers that need the missing one fail.
+    """
+
+    def __init__(self, vlm: VLM, inputs: Inputs, reducers: Iterable[Reducer | None]) -> None:
+        self.vlm, self.inputs = vlm, inputs
+        self._runs: dict[frozenset[str], tuple[EncodedImages, dict[str, float]]] = {}
+        needs = [vlm.adapter.needs(r) for r in reducers if r is not None and as_in_tower(r) is None]
+        self._union = frozenset[str]().union(*needs) - QUERY_SIGNALS
+
+    def ask(self, question: str) -> Encoded:
+        """Return the same encoded images with another question."""
+        other = Encoded.__new__(Encoded)
+        other.vlm, other._runs, other._union = self.vlm, self._runs, self._union
+        other.inputs = self.vlm.inputs(self.inputs.images, question)
+        return other
+
+    def run(self, reducer: Reducer | None) -> tuple[EncodedImages, ReductionBatch | None, dict[str, float]]:
+        """Return the encoded images for a reducer, its plans if it runs inside the tower, and the time it took."""
+        adapter = self.vlm.adapter
+        in_tower = None if reducer is None else as_in_tower(reducer)
+        if in_tower is not None:
+            with recording() as seconds, stage("tower"):
+                images, plans = adapter.encode_in_tower(self.inputs.tensors, in_tower)
+            return images, plans, dict(seconds)
+        needs = frozenset[str]() if reducer is None else adapter.needs(reducer)
+        images, seconds = self._encode(needs - QUERY_SIGNALS)
+        if reducer is not None and needs & QUERY_SIGNALS:
+            query = self.vlm.query_for(self.inputs.questions, reducer)
+            with recording() as asking:
+                images = adapter.add_text_query(images, self.inputs.tensors, reducer, query)
+            seconds = {**seconds, **asking}
+        return images, None, seconds
+
+    def _encode(self, needs: frozenset[str]) -> tuple[EncodedImages, dict[str, float]]:
+        if self._union not in self._runs:
+            try:
+                self._runs[self._union] = self._tower(self._union)
+            except MissingSignal:
+                if needs == self._union:
+                    raise
+                self._union = needs
+                return self._encode(needs)
+        if needs <= self._union:
+            return self._runs[self._union]
+        if needs not in self._runs:
+            self._runs[needs] = self._tower(needs)
+        return self._runs[needs]
+
+    def _tower(self, needs: frozenset[str]) -> tuple[EncodedImages, dict[str, float]]:
+        with recording() as seconds, stage("tower"):
+            images = self.vlm.adapter.encode(self.inputs.tensors, needs)
+        return images, dict(seconds)
+
+
+class VLM:
+    """A vision-language model, its processor, and how reduced tokens are presented to it.
+
+    Parameters
+    ----------
+    model, processor
+        Stock Hugging Face objects; neither is changed.
+    padding : {"crop", "square"}
+        See :func:`torino.datasets.images.prepare`.
+    positions : {"auto", "compact", "original"}
+    attention : {"auto", "plain", "proportional"}
+        See :func:`torino.vlm.reduced`.
+    text_query : ClipText, optional
+        Reads the question for reducers that choose patches by it, such as ``cdpruner``.
+    package : ModelPackage, optional
+        The installed package that provides the model.
+
+    Examples
+    --------
+    >>> vlm = load_vlm("lab")  # doctest: +SKIP
+    >>> vlm.answer(vlm.inputs("photo.jpg", "What is on the table?"), reducer).text  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        *,
+        padding: Padding = "crop",
+        positions: Positions = "auto",
+        attention: Attention = "auto",
+        text_query: ClipText | None = None,
+        package: ModelPackage | None = None,
+    ) -> None:
+        if padding not in get_args(Padding):
+            raise BadParameter(f"padding must be crop or square, got {padding!r}.")
+        self.model, self.processor, self.package = model, processor, package
+        self.adapter = adapter_for(model)
+        self.padding: Padding = padding
+        self.positions: Positions = positions
+        self.attention: Attention = attention
+        self.text_query = text_query
+        position_mode(positions, None)
+        uses_proportional(attention, None, self.adapter)
+        self._color = mean_color(processor)
+        self._weight = next(p for p in model.parameters() if p.is_floating_point())
 
     @property
-    def reduction(self) -> Reduction:
-        """The reduction of the first image."""
-        if not self.reductions:
-            raise BadParameter("All tokens were kept, so there is no reduction. Ask with reducer=...")
-        return self.reductions[0]
+    def family(self) -> str:
+        """``model_type`` of the model."""
+        return str(cast(Any, self.model).config.model_type)
 
     @property
-    def first_token(self) -> float:
-        """Seconds until the first token."""
-        return self.seconds["total"] - self.seconds["decode"]
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return self._weight.device
 
     @property
-    def speedup(self) -> dict[str, float]:
-        """How many times faster than the baseline: ``first_token``, and ``total`` (answers may differ in length)."""
-        full = self.baseline
-        if full is None:
-            return {}
-        times = {"first_token": (full.first_token, self.first_token)}
-        times["total"] = (full.seconds["total"], self.seconds["total"])
-        return {name: slow / max(fast, 1e-9) for name, (slow, fast) in times.items()}
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the model."""
+        return self._weight.dtype
 
-    def facts(self) -> dict[str, Any]:
-        """Everything that goes into JSON."""
-        told: dict[str, Any] = {
-            "answer": self.text.strip(),
-            "reducer": self.reductions[0].by if self.reductions else None,
-            "padding": self.padding,
-            "image_tokens": {"before": self.before, "after": self.after},
-            "new_tokens": self.new_tokens,
-            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+    # ------------------------------------------------------------------ inputs
+
+    def inputs(self, images: Picture | Sequence[Picture], question: str) -> Inputs:
+        """Build the inputs of one question about an image, or about several images together."""
+        single = isinstance(images, str | bytes) or not isinstance(images, Sequence)
+        sources = cast(Sequence[Picture], [images] if single else images)
+        if not sources:
+            raise BadParameter("No image was given. Give at least one.")
+        check_question(question, self.processor)
+        return self.chat_inputs([[user_turn(sources, question)]])
+
+    def chat_inputs(self, conversations: Sequence[Sequence[Turn]]) -> Inputs:
+        """Build the inputs of several conversations, padded on the left.
+
+        Either all conversations have images, or none has.
+        """
+        begin = time.perf_counter()
+        prompts = [write_prompt(conversation, self.processor, self.family) for conversation in conversations]
+        images = [[self.open(image) for image in turn_images(conversation)] for conversation in conversations]
+        options: dict[str, Any] = {}
+        start = getattr(getattr(self.processor, "tokenizer", None), "bos_token", None)
+        if start and prompts[0].startswith(start):
+            options["add_special_tokens"] = False  # the template has written the start token
+        if any(images):
+            options["images"] = images[0] if len(images) == 1 else images
+        if len(prompts) > 1:
+            options |= {"padding": True, "padding_side": "left"}
+        text = prompts[0] if len(prompts) == 1 else prompts
+        try:
+            processed = self.processor(text=text, return_tensors="pt", **options)
+        except (ValueError, TypeError) as error:
+            raise TorinoError(f"{type(self.processor).__name__} refused an image or the question: {error}") from error
+        tensors = dict(processed.to(self.device, dtype=self.dtype))  # integer tensors keep their type
+        return Inputs(
+            tensors,
+            tuple(prompts),
+            tuple(last_question(conversation) for conversation in conversations),
+            tuple(image for row in images for image in row),
+            time.perf_counter() - begin,
+        )
+
+    def open(self, image: Picture) -> Image.Image:
+        """Open an image and pad it as the session does; an image that was opened before is returned unchanged."""
+        return prepare(open_image(image), self.padding, self._color)
+
+    def query_for(self, questions: Sequence[str], reducer: Reducer | None) -> TextQuery | None:
+        """Return the text query of some prompts, if the reducer reads it.
+
+        Raises
+        ------
+        MissingSignal
+            If the reducer reads the question and the session has no text tower.
+        """
+        if reducer is None or not self.adapter.needs(reducer) & QUERY_SIGNALS:
+            return None
+        if self.text_query is None:
+            raise MissingSignal(
+                f"{reducer.spec} chooses patches by the question, which the text tower of a CLIP must read. Give it "
+                "(--clip NAME, or text_query=load_clip_text(NAME)), or choose another method."
+            )
+        return self.text_query.query(list(questions))
+
+    # ------------------------------------------------------------------ encode, reduce, generate
+
+    def encode(
+        self, source: Inputs | Picture | Sequence[Picture], reducers: Iterable[Reducer | None] = (), question: str = "?"
+    ) -> Encoded:
+        """Prepare images for any number of reducers; the tower runs once, on first use."""
+        return Encoded(self, source if isinstance(source, Inputs) else self.inputs(source, question), reducers)
+
+    @torch.no_grad()
+    def reduce(self, encoded: Encoded, reducer: Reducer | None) -> ReducedImages:
+        """Plan, reduce and project; None keeps all tokens."""
+        images, plans, seconds = encoded.run(reducer)
+        cache = getattr(reducer, "sae", None)
+        before = cache.saved_seconds if isinstance(cache, CachedEncoder) else 0.0
+        with recording() as planning:
+            if reducer is None:
+                plans = ReductionBatch.of([Reduction.identity(unit.grid) for unit in images.tokens])
+            elif plans is None:
+                with stage("plan"):
+                    plans = self.adapter.plan(reducer, images)
+            else:
+                self.adapter.check_plans(reducer, plans)
+            with stage("projector"):
+                embeds = self.adapter.embed(images, plans)
+        if isinstance(cache, CachedEncoder):  # count what another reducer has already paid for
+            planning["plan"] = planning.get("plan", 0.0) + cache.saved_seconds - before
+        return ReducedImages(
+            plans,
+            images,
+            embeds,
+            {**seconds, **planning},
+            position_mode(self.positions, reducer),
+            uses_proportional(self.attention, reducer, self.adapter),
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Inputs,
+        reductions: Sequence[ReducedImages],
+        *,
+        prefix: PrefixCache | None = None,
+        **generation: Any,
+    ) -> Generated:
+        """Generate the answers for one or several reductions of the same images, in one batch.
+
+        Parameters
+        ----------
+        inputs : Inputs
+        reductions : sequence of ReducedImages
+            They must agree in ``positions`` and ``proportional``; several need ``adapter.batches_reductions``.
+        prefix : PrefixCache, optional
+            Shares the prompt up to the end of its images among several questions, where the family allows it.
+        **generation
+            Passed to ``model.generate``.
+        """
+        count, first = len(reductions), reductions[0]
+        rows = {
+            name: value.repeat(count, *[1] * (value.ndim - 1)) if isinstance(value, Tensor) and count > 1 else value
+            for name, value in inputs.tensors.items()
+            if count == 1 or name not in self.adapter.pixel_names
         }
-        if self.baseline is not None:
-            told["baseline"] = self.baseline.facts()
-            told["speedup"] = {name: round(value, 3) for name, value in self.speedup.items()}
-        return told
+        clock = FirstTokenClock()
+        criteria = transformers().StoppingCriteriaList([*(generation.get("stopping_criteria") or ()), clock])
+        call = GenerateCall(self.model, {**rows, "do_sample": False, **generation, "stopping_criteria": criteria})
+        call.check()
+        encoded = first.encoded if count == 1 else EncodedImages((), first.encoded.full * count)
+        embeds = [item for reduction in reductions for item in reduction.embeds]
+        short, _ = self.adapter.insert(call.inputs, encoded, embeds, first.positions, "left")
+        bias = None
+        if first.proportional:
+            plans = [plan for reduction in reductions for plan in reduction.plans]
+            bias = log_sizes(short, self.adapter.image_token, plans, [len(item.slots) for item in embeds])
+        begin = time.perf_counter()
+        output = run_generate(call, cast(Any, self.model).generate, short, bias, first.positions, prefix)
+        return self._generated(output, rows["input_ids"].shape[1], clock, begin)
+
+    def _generated(self, output: Any, length: int, clock: FirstTokenClock, begin: float) -> Generated:
+        synchronize()
+        end = time.perf_counter()
+        ids = (output if isinstance(output, Tensor) else output.sequences)[:, length:]
+        texts = self.processor.batch_decode(ids, skip_special_tokens=True)
+        first_token = clock.first or end
+        return Generated([str(text) for text in texts], ids, first_token - begin, end - first_token)
+
+    @torch.no_grad()
+    def generate_text(self, inputs: Inputs, **generation: Any) -> Generated:
+        """Generate the answers to prompts without images, with the stock model."""
+        begin, clock = time.perf_counter(), FirstTokenClock()
+        criteria = transformers().StoppingCriteriaList([*(generation.get("stopping_criteria") or ()), clock])
+        options = {"do_sample": False, **generation, "stopping_criteria": criteria}
+        output = cast(Any, self.model).generate(**inputs.tensors, **options)
+        return self._generated(output, inputs.tensors["input_ids"].shape[1], clock, begin)
+
+    # ------------------------------------------------------------------ answers
+
+    def answer(
+        self,
+        source: Inputs | Encoded,
+        reducer: Reducer | None = None,
+        *,
+        max_new_tokens: int = 64,
+        **generation: Any,
+    ) -> Answer:
+        """Answer one question, with all visual tokens or with those that a reducer keeps.
+
+        Parameters
+        ----------
+        source : Inputs or Encoded
+            From :meth:`inputs`, or from :meth:`encode` to use the tower's output again.
+        reducer : Reducer, optional
+            Without one, all tokens are kept.
+        max_new_tokens : int
+        **generation
+            Passed to ``model.generate``. Decoding is greedy by default.
+        """
+        if max_new_tokens < 1:
+            raise BadParameter(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+        encoded = source if isinstance(source, Encoded) else self.encode(source, [reducer])
+        inputs = encoded.inputs
+        if len(inputs.prompts) != 1:
+            raise BadParameter(f"answer() takes one prompt, got {len(inputs.prompts)}. Use generate() for a batch.")
+        reduction = self.reduce(encoded, reducer)
+        output = self.generate(inputs, [reduction], max_new_tokens=max_new_tokens, **generation)
+        before, seconds = sum(reduction.encoded.full), reduction.seconds
+        vision = sum(seconds.get(name, 0.0) for name in ("tower", "question", "plan", "projector"))
+        total = inputs.seconds + vision + output.prefill + output.decode
+        return Answer(
+            text=output.texts[0],
+            prompt=inputs.prompts[0],
+            before=before,
+            after=reduction.tokens,
+            new_tokens=output.ids.shape[1],
+            seconds={
+                "processor": inputs.seconds,
+                **seconds,
+                "prefill": output.prefill,
+                "decode": output.decode,
+                "total": total,
+            },
+            padding=self.padding,
+            trace=None if reducer is None else self._trace(inputs, reduction),
+            seen=tuple(as_seen(inputs.tensors, self.processor, inputs.images)),
+        )
+
+    def _trace(self, inputs: Inputs, reduction: ReducedImages) -> Trace:
+        after = tuple(len(item.slots) for item in reduction.embeds)
+        full = reduction.encoded.full
+        saved = self.adapter.cache_bytes(sum(full) - sum(after))
+        trace = Trace()
+        trace.add(ReducedCall(tuple(reduction.plans), full, after, reduction.seconds, saved, self.padding))
+        return trace
+
+    @torch.no_grad()
+    def score(self, inputs: Inputs, continuation: str, reducer: Reducer | None = None) -> tuple[float, bool]:
+        """Return how likely a continuation of one prompt is.
+
+        Returns
+        -------
+        loss : float
+            Mean negative log-probability of its tokens.
+        greedy : bool
+            Whether greedy decoding would produce it.
+        """
+        tokenizer = self.processor.tokenizer
+        written = tokenizer(continuation, add_special_tokens=False, return_tensors="pt")["input_ids"].to(self.device)
+        count = written.shape[1]
+        if not count:
+            raise BadParameter("The continuation is empty, so it has no likelihood.")
+        tensors = dict(inputs.tensors)
+        tensors["input_ids"] = torch.cat([tensors["input_ids"], written], 1)
+        for name in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
+            if name in tensors:
+                tensors[name] = pad(tensors[name], (0, count), value=int(name == "attention_mask"))
+        if reducer is None:
+            logits: Tensor = self.model(**tensors).logits
+        else:
+            query = self.query_for(inputs.questions, reducer)
+            options: Mapping[str, Any] = {"positions": self.positions, "attention": self.attention}
+            with reduced(self.model, reducer, text_query=query, **options):
+                logits = self.model(**tensors).logits  # of the reduced prompt, which ends alike
+        scores = logits[0, -count - 1 : -1].float()
+        return float(cross_entropy(scores, written[0])), bool((scores.argmax(-1) == written[0]).all())
 
 
 def load_vlm(
-    name_or_path: str | os.PathLike[str], device: str | torch.device = "cpu", dtype: str | torch.dtype | None = None
-) -> tuple[Any, Any]:
-    """Open a vision-language model and its processor, by hub name or folder.
+    name_or_path: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    *,
+    padding: Padding = "crop",
+    positions: Positions = "auto",
+    attention: Attention = "auto",
+    text_query: ClipText | None = None,
+) -> VLM:
+    """Load a model and its processor as a :class:`VLM`.
 
     Parameters
     ----------
     name_or_path, device, dtype
-        As for :func:`torino.vlm.towers.load_tower`. ``"lab"`` is the small model that comes with torino, see
-        :func:`torino_lab.model.lab_folder`; write ``./lab`` for a folder of that name. A folder that
-        ``scripts/train_lab.py`` wrote is put together in the same way.
-
-    Returns
-    -------
-    model, processor
-        Of transformers, unchanged, in evaluation mode.
-
-    Raises
-    ------
-    Unreachable, BadFile, TorinoError
-        If the hub does not give it, if something is missing in it, or if torino does not serve its family.
+        As for :func:`torino.vlm.loading.load_model`: a hub name, a folder, or an installed model package (``lab``).
+    padding, positions, attention, text_query
+        As for :class:`VLM`.
     """
-    library, place = transformers(), device_of(device)
-    trained = lab_source(name_or_path)
-    name = local_name(name_or_path if trained is None else lab_folder(trained))
-    config = fetch(library.AutoConfig.from_pretrained, name, "config.json")
-    if config.model_type not in families():
-        adapter_for(cast(nn.Module, SimpleNamespace(config=config)))  # says so, before gigabytes are fetched
-    processor = fetch(library.AutoProcessor.from_pretrained, name, "processor")
-    if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
-        raise BadFile(
-            f"{name} has no processor for both images and text: its files give a {type(processor).__name__}. "
-            "Fetch processor_config.json or preprocessor_config.json and the tokenizer beside the weights."
-        )
-    if getattr(processor, "patch_size", 0) is None and hasattr(config, "vision_feature_select_strategy"):
-        # older processors left it to the model to count their placeholders
-        processor.patch_size = config.vision_config.patch_size
-        processor.vision_feature_select_strategy = config.vision_feature_select_strategy
-        processor.num_additional_image_tokens = int(config.vision_feature_select_strategy == "default")
-    load = library.AutoModelForImageTextToText.from_pretrained
-    model, told = fetch(load, name, "weights", dtype=dtype_of(dtype, place), output_loading_info=True)
-    if told["missing_keys"]:
-        raise BadFile(
-            f"{name} holds no weights for {len(told['missing_keys'])} parts of the model, such as "
-            f"{sorted(told['missing_keys'])[0]}. The checkpoint is incomplete: fetch it anew."
-        )
-    return model.to(place).eval(), processor
-
-
-def check_vlm(name_or_path: str | os.PathLike[str]) -> None:
-    """Say at once what :func:`load_vlm` would say of the name alone."""
-    if lab_source(name_or_path) is None:
-        local_name(name_or_path)
+    model, processor = load_model(name_or_path, device, dtype)
+    package = model_package(name_or_path)
+    options: Mapping[str, Any] = {"padding": padding, "positions": positions, "attention": attention}
+    return VLM(model, processor, text_query=text_query, package=package, **options)
 
 
 def ask(
     image: Picture | Sequence[Picture],
     question: str,
     *,
-    model: nn.Module,
-    processor: Any,
+    model: VLM | str | os.PathLike[str] = "lab",
     reducer: Reducer | None = None,
-    padding: Padding = "crop",
     max_new_tokens: int = 64,
     baseline: bool = False,
-    positions: Positions = "own",
-    mass: bool | None = None,
-    asking: ClipText | None = None,
     **generation: Any,
 ) -> Answer:
-    """Ask a model about an image (or several), with fewer visual tokens where a reducer is given.
+    """Ask a model about an image (or several), with fewer visual tokens if a reducer is given.
 
     Parameters
     ----------
     image : path, bytes, PIL image, or a sequence of them
     question : str
-    model, processor
-        As :func:`load_vlm` gives them, or loaded by hand. Nothing of them is changed.
+    model : VLM, or what :func:`load_vlm` takes
     reducer : Reducer, optional
-        Without one the model gets all tokens.
-    padding : {"crop", "square"}
-        See :func:`torino.datasets.images.prepare`.
+        Without one, the model receives all tokens.
     max_new_tokens : int
         Longest answer.
     baseline : bool
-        Also ask with all tokens, to compare. Then the model first runs once for a single token, so that neither
-        answer pays for starting up.
-    positions : {"own", "compact", "original"}
-    mass : bool, optional
-        See :func:`torino.vlm.reduced`, as for positions.
-    asking : ClipText, optional
-        Reads the question for reducers that choose patches by it, such as ``cdpruner``; by the bare question, without
-        the words that the prompt puts around it. See :func:`torino.vlm.load_clip_text`.
+        Also answer with all tokens. The model then generates one token first, so that neither answer includes
+        start-up time.
     **generation
-        Passed to ``model.generate``. By default answers are greedy (``do_sample=False``): the same each time.
+        Passed to ``model.generate``. Decoding is greedy by default.
     """
-    if max_new_tokens < 1:
-        raise BadParameter(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
     if baseline and reducer is None:
-        raise BadParameter("baseline=True compares a reducer with the full tokens. Give reducer=..., or leave it out.")
-    single = isinstance(image, str | bytes) or not isinstance(image, Sequence)
-    sources = cast(Sequence[Picture], [image] if single else image)
-    if not sources:
-        raise BadParameter("No image was given. Give at least one.")
-    colour = mean_colour(processor)
-    images = [prepare(open_image(source), padding, colour) for source in sources]
-    prompt = write_prompt(model, processor, question, len(images))
-    about = None if asking is None else asking.about(question)
-    asked = _Asked(model, processor, images, prompt, padding, {"do_sample": False, **generation}, about, mass)
-    if reducer is None:
-        return asked.answer(max_new_tokens)
-    if baseline:
-        asked.answer(1, reducer, positions)
-    answer = asked.answer(max_new_tokens, reducer, positions)
-    return replace(answer, baseline=asked.answer(max_new_tokens)) if baseline else answer
+        raise BadParameter("baseline=True compares a reducer with all tokens. Give reducer=..., or omit baseline.")
+    vlm = model if isinstance(model, VLM) else load_vlm(model)
 
+    def answer(with_reducer: Reducer | None, length: int) -> Answer:
+        return vlm.answer(vlm.inputs(image, question), with_reducer, max_new_tokens=length, **generation)
 
-@dataclass(frozen=True)
-class KeepShare(Reducer):
-    """Another reducer, with a budget that is a share of the patches of each image.
-
-    Parameters
-    ----------
-    inner : Reducer
-        One that takes a ``budget``.
-    share : float
-        Above 0, at most 1.
-    """
-
-    inner: Reducer
-    share: float
-    name = "keep-share"
-
-    def __post_init__(self) -> None:
-        """Refuse what has no budget, and shares out of range."""
-        if not is_dataclass(self.inner) or "budget" not in {field.name for field in fields(self.inner)}:
-            raise BadParameter(f"{self.inner.name} takes no budget, so it cannot keep a share of the tokens.")
-        if not 0 < self.share <= 1:
-            raise BadParameter(f"share must be above 0 and at most 1, got {self.share}.")
-
-    @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        """What the reducer needs."""
-        return self.inner.needs
-
-    @property
-    def view_needs(self) -> frozenset[str]:  # type: ignore[override]
-        """What it needs besides where there are tiles."""
-        return self.inner.view_needs
-
-    @property
-    def shares_views(self) -> bool:  # type: ignore[override]
-        """Whether its budget is one for all views of an image."""
-        return self.inner.shares_views
-
-    @property
-    def position_mode(self) -> PositionMode:
-        """How its tokens are numbered."""
-        return self.inner.position_mode
-
-    @property
-    def proportional_attention(self) -> bool:
-        """Whether its tokens are attended to as all the patches they stand for: as the other has it."""
-        return self.inner.proportional_attention
-
-    @property
-    def shares_batch(self) -> bool:
-        """Whether images that are planned together share a budget."""
-        return self.inner.shares_batch
-
-    @property
-    def inside(self) -> bool:  # type: ignore[override]
-        """Whether the reducer works inside a tower."""
-        return self.inner.inside
-
-    def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> TowerState:
-        """Take up one image inside a tower."""
-        budget = max(1, round(self.share * len(patches)))
-        return replace(cast(Any, self.inner), budget=budget).begin(patches, grid, blocks, has_cls)
-
-    def plan(self, tokens: VisualTokens) -> Reduction:
-        """Plan one image."""
-        return self.plan_batch([tokens])[0]
-
-    def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
-        """Plan all images at once where they are of one size, or share a budget."""
-        if len({len(image) for image in images}) > 1 and not self.shares_batch:
-            return ReductionBatch.of([self.plan(image) for image in images])
-        budget = max(1, round(self.share * sum(len(image) for image in images) / len(images)))
-        return replace(cast(Any, self.inner), budget=budget).plan_batch(images)
-
-    def plan_views(
-        self, base: VisualTokens, tiles: Sequence[VisualTokens | None], layout: tuple[int, int]
-    ) -> ReductionBatch:
-        """Plan the views of one image under a budget that is a share of all their patches."""
-        if not self.shares_views:
-            return super().plan_views(base, tiles, layout)
-        patches = len(base) + sum(len(tile) for tile in tiles if tile is not None)
-        budget = max(1, round(self.share * patches))
-        return replace(cast(Any, self.inner), budget=budget).plan_views(base, tiles, layout)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """One question, to be answered once or more."""
-
-    model: nn.Module
-    processor: Any
-    images: Sequence[Image.Image]
-    prompt: str
-    padding: Padding
-    generation: dict[str, Any]
-    about: TextQuery | None = None
-    mass: bool | None = None
-
-    def answer(self, length: int, reducer: Reducer | None = None, positions: Positions = "own") -> Answer:
-        begin = time.perf_counter()
-        inputs = self._process()
-        processed = time.perf_counter()
-        clock = _Clock()
-        given: Sequence[Any] = self.generation.get("stopping_criteria") or ()
-        criteria = transformers().StoppingCriteriaList([*given, clock])
-        generation = {**self.generation, "max_new_tokens": length, "stopping_criteria": criteria}
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            trace, seconds = None, dict[str, float]()
-            if reducer is None:
-                _watch(self.model, seconds, stack)
-            else:
-                how = reduced(self.model, reducer, positions=positions, asking=self.about, mass=self.mass)
-                trace = stack.enter_context(how)
-            out = cast(Any, self.model).generate(**inputs, **generation)
-        _settle()
-        end = time.perf_counter()
-        if trace is not None:
-            seconds = trace.seconds
-            trace.looks[:] = [replace(look, padding=self.padding) for look in trace.looks]
-        ids: Tensor = inputs["input_ids"]
-        new = (out if isinstance(out, Tensor) else out.sequences)[0, ids.shape[1] :]
-        first = clock.first or end
-        vision = sum(seconds.get(stage, 0.0) for stage in ("tower", "question", "plan", "projector"))
-        before = int((ids == cast(Any, self.model).config.image_token_id).sum()) if trace is None else trace.before
-        return Answer(
-            text=str(self.processor.decode(new, skip_special_tokens=True)),
-            prompt=self.prompt,
-            before=before,
-            after=before if trace is None else trace.after,
-            new_tokens=len(new),
-            seconds={
-                "processor": processed - begin,
-                **seconds,
-                "prefill": max(first - processed - vision, 0.0),
-                "decode": end - first,
-                "total": end - begin,
-            },
-            padding=self.padding,
-            trace=trace,
-            seen=tuple(as_seen(inputs, self.processor, self.images)),
-        )
-
-    def _process(self) -> Any:
-        tokenizer = getattr(self.processor, "tokenizer", None)
-        start = getattr(tokenizer, "bos_token", None)
-        # a template that writes the first token itself must not get another
-        options = {"add_special_tokens": False} if start and self.prompt.startswith(start) else {}
-        try:
-            inputs = self.processor(images=list(self.images), text=self.prompt, return_tensors="pt", **options)
-        except (ValueError, TypeError) as error:
-            raise TorinoError(f"{type(self.processor).__name__} refused the image or the question: {error}") from error
-        weight = next(one for one in self.model.parameters() if one.is_floating_point())
-        return inputs.to(weight.device, dtype=weight.dtype)  # whole numbers stay what they are
-
-
-def write_prompt(model: nn.Module, processor: Any, question: str, images: int) -> str:
-    """The question as the model was trained to be asked."""
-    family = str(cast(Any, model).config.model_type)
-    mark = str(getattr(processor, "image_token", None) or "<image>")
-    if not question.strip():
-        raise BadParameter("The question is empty. Ask something, such as 'What is in this picture?'.")
-    if mark in question:
-        raise BadParameter(
-            f"The question holds {mark!r}, which stands for an image. Leave it out; images go in by themselves."
-        )
-    template = getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None)
-    if template is None:
-        if family not in PROMPTS:
-            raise TorinoError(
-                f"The processor of this {family} model has no chat template, so torino cannot tell how it wants to be "
-                "asked. Set processor.chat_template, or fetch chat_template.jinja beside the weights."
-            )
-        lines = "\n" if family == "llava" else ""
-        return PROMPTS[family].format(images=f"{mark}{lines}" * images, question=question)
-    content = [*[{"type": "image"}] * images, {"type": "text", "text": question}]
-    try:
-        return processor.apply_chat_template(
-            [{"role": "user", "content": content}], chat_template=template, add_generation_prompt=True
-        )
-    except Exception as error:  # a template is a program
-        raise TorinoError(f"The chat template of this {family} model failed: {error}") from error
-
-
-class _Clock:
-    """A stopping criterion that stops nothing, and notes when the first token is there."""
-
-    def __init__(self) -> None:
-        self.first = 0.0
-
-    def __call__(self, input_ids: Tensor, scores: Any, **others: Any) -> Tensor:
-        if not self.first:
-            _settle()
-            self.first = time.perf_counter()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def _watch(model: nn.Module, seconds: dict[str, float], stack: ExitStack) -> None:
-    """Time the vision parts of a stock model as they run, until the stack is closed."""
-    inner = getattr(model, "model", model)
-
-    def count(stage: str, sign: int) -> Callable[..., None]:
-        def note(*_: object) -> None:
-            _settle()
-            seconds[stage] = seconds.get(stage, 0.0) + sign * time.perf_counter()
-
-        return note
-
-    for stage, names in PARTS.items():
-        module = next((part for name in names if (part := getattr(inner, name, None)) is not None), None)
-        if module is not None:
-            stack.callback(module.register_forward_pre_hook(count(stage, -1)).remove)
-            stack.callback(module.register_forward_hook(count(stage, 1)).remove)
-
-
-def _settle() -> None:
-    """Wait for the GPU, if one is in use."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    if not baseline:
+        return answer(reducer, max_new_tokens)
+    answer(reducer, 1)
+    reduced_answer = answer(reducer, max_new_tokens)
+    return replace(reduced_answer, baseline=answer(None, max_new_tokens))

@@ -1,31 +1,31 @@
-"""Asked: what a CLIP text tower makes of the question, for reducers that choose patches by it.
+"""Encode the question with a CLIP text tower, for reducers that choose patches by it.
 
-A vision-language model keeps only the seeing half of CLIP. :class:`ClipText` is the other one, with the step that takes
-patches to where both halves meet, and gives two signals that no vision tower has:
+A vision-language model contains only the vision tower of a CLIP. :class:`ClipText` holds its text tower and its
+projections, and provides two signals:
 
 ``text`` of shape (m, d)
-    The question. CLIP reads 77 tokens at a time, so a long one is read in m segments.
+    The embedded question. CLIP reads 77 tokens at a time, so a longer question has m segments.
 ``joint`` of shape (N, d)
-    The patches at the tap, through CLIP's last norm and its visual projection. CLIP was trained to do this with the CLS
-    token of the last block only; CDPruner does it with the patches that the model itself reads (LLaVA-1.5: block 22).
+    The patches at the feature layer, after CLIP's final norm and its visual projection. CLIP was trained to do this
+    only for the CLS token of the last block. CDPruner does it for the patches that the vision-language model reads
+    (LLaVA-1.5: block 22).
 
 ::
 
     clip = load_clip_text("openai/clip-vit-large-patch14-336")
     reducer = make("cdpruner", budget=64)
-    with reduced(model, reducer, asking=clip.about("What is on the table?")):
+    with reduced(model, reducer, text_query=clip.query("What is on the table?")):
         model.generate(**inputs)
-    inputs = ReducingProcessor(processor, model, reducer, asking=clip)(images=photo, text=prompt)
+    inputs = ReducingProcessor(processor, model, reducer, text_query=clip)(images=photo, text=prompt)
 
-**What is taken as the question**: ``question=`` of a call of :class:`~torino.vlm.ReducingProcessor`; else what
-:meth:`ClipText.about` was given; else the words of the user's last turn, where ``apply_chat_template`` of a
-``ReducingProcessor`` sees the conversation; else all words of the prompt without placeholders and special tokens, where
-there is something that can decode them, so that names of roles ("USER:") are among them.
+**The question** is the first of these that is available: ``question=`` in a call of
+:class:`~torino.vlm.ReducingProcessor`; the argument of :meth:`ClipText.query`; the text of the user's last turn, for
+``apply_chat_template`` of a ``ReducingProcessor``; all words of the prompt without placeholders and special tokens, if
+a tokenizer can decode them (role names such as "USER:" are then included).
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,14 +35,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear
 
+from torino.core.device import resolve_device, resolve_dtype
 from torino.core.errors import BadFile, BadParameter, BadTokens, MissingSignal, TorinoError
 from torino.core.tokens import VisualTokens
 from torino.reducers._checks import check_choice
 from torino.vlm.adapters.base import Adapter, EncodedImages
+from torino.vlm.loading import fetch, local_name, transformers
+from torino.vlm.towers import load_partial
 
 Segments = Literal["released", "closed"]
 Question = str | Sequence[str]
-# What towers of CLIP are told apart by; those of one shape from different trainings cannot be.
+# Config values that identify a CLIP tower; towers of equal shape from different trainings cannot be told apart.
 SHAPE = ("hidden_size", "num_hidden_layers", "patch_size", "image_size")
 
 
@@ -53,13 +56,13 @@ def load_clip_text(
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = None,
 ) -> ClipText:
-    """Open the text half of a CLIP model, its tokenizer and its projections, by hub name or folder.
+    """Load the text tower of a CLIP model with its tokenizer and projections, by hub name or folder.
 
     Parameters
     ----------
     name_or_path : str or path
-        The CLIP whose vision tower the model has: ``openai/clip-vit-large-patch14-336`` for LLaVA-1.5 and LLaVA-NeXT.
-        The blocks of its own vision tower are not loaded.
+        The CLIP whose vision tower the model uses: ``openai/clip-vit-large-patch14-336`` for LLaVA-1.5 and LLaVA-NeXT.
+        The blocks of its vision tower are not loaded.
     segments
         As for :class:`ClipText`.
     device, dtype
@@ -68,53 +71,46 @@ def load_clip_text(
     Raises
     ------
     Unreachable, BadFile, TorinoError
-        If the hub does not give it, if something is missing in it, or if it is no CLIP.
+        If it cannot be downloaded, if something is missing, or if it is not a CLIP.
     """
-    from torino.vlm.towers import device_of, dtype_of, fetch, local_name, transformers
-
-    library, name, place = transformers(), local_name(name_or_path), device_of(device)
+    library, name, target = transformers(), local_name(name_or_path), resolve_device(device)
     config = fetch(library.AutoConfig.from_pretrained, name, "config.json")
     if config.model_type != "clip":
         raise TorinoError(
-            f"{name} ({config.model_type}) is no CLIP with a text half. Give the CLIP that the model's vision tower "
-            "was taken from, such as openai/clip-vit-large-patch14-336 for LLaVA-1.5."
+            f"{name} ({config.model_type}) is not a CLIP with a text tower. Give the CLIP whose vision tower the model "
+            "uses, such as openai/clip-vit-large-patch14-336 for LLaVA-1.5."
         )
     shape = {key: getattr(config.vision_config, key) for key in SHAPE}
-    config.vision_config.num_hidden_layers = 0  # the model that answers has these blocks
+    config.vision_config.num_hidden_layers = 0  # the vision-language model has these blocks
     tokenizer = fetch(library.AutoTokenizer.from_pretrained, name, "tokenizer")
-    options = {"config": config, "dtype": dtype_of(dtype, place), "output_loading_info": True}
-    talk = logging.getLogger("transformers")
-    level = talk.level
-    try:
-        talk.setLevel(logging.ERROR)  # it would list all of those blocks as unexpected
-        model, told = fetch(library.CLIPModel.from_pretrained, name, "weights", **options)
-    finally:
-        talk.setLevel(level)
-    lacking = sorted(told["missing_keys"])
-    if lacking:
+    model, missing = load_partial(
+        library.CLIPModel.from_pretrained, name, config=config, dtype=resolve_dtype(dtype, target)
+    )
+    if missing:
         raise BadFile(
-            f"{name} holds no weights for {len(lacking)} parts of CLIP, such as {lacking[0]}. The checkpoint is "
-            "incomplete: fetch it anew, or give one of the whole CLIP."
+            f"{name} has no weights for {len(missing)} tensors of CLIP, such as {missing[0]}. The checkpoint is "
+            "incomplete: download it again, or give a complete CLIP."
         )
-    return ClipText(model.to(place).eval(), tokenizer, segments=segments, vision=shape)
+    return ClipText(model.to(target).eval(), tokenizer, segments=segments, vision=shape)
 
 
 class ClipText:
-    """The half of CLIP that reads, and the step that takes patches to the space where both halves meet.
+    """The text tower of a CLIP, and the projection of patches to the joint space of images and text.
 
     Parameters
     ----------
     model : CLIPModel
-        A loaded one, which is left as it is; see :func:`load_clip_text`. Its vision blocks are not used.
+        A loaded model, which is not changed; see :func:`load_clip_text`. Its vision blocks are not used.
     tokenizer : tokenizer of CLIP, or a processor that has one
     segments : {"released", "closed"}
-        How a question of more than 77 tokens is parted. The release of CDPruner cuts start, words and end into runs of
-        77 tokens and takes each for a text. CLIP is read off at the end token, which only the last run has; of the
-        first, CLIP gives what it makes of the start token, before any word. ``"closed"`` gives each run of 75 words a
-        start and an end of its own. Shorter questions are read alike.
+        How to split a question of more than 77 tokens. The released code of CDPruner (``"released"``) cuts the token
+        sequence, including start and end token, into runs of 77 and embeds each as a text. CLIP's output is read at the
+        end token, which only the last run has; in the first run it is read at the start token, so it depends on no
+        word. ``"closed"`` gives each run of 75 words its own start and end token. Shorter questions are the same in
+        both.
     vision : mapping, optional
-        Where the tower that patches come from is of another shape than this CLIP's config says, such as
-        ``{"image_size": 448}`` for one that was trained on to larger images.
+        Config values of the tower that differ from this CLIP's config, such as ``{"image_size": 448}`` for a tower that
+        was fine-tuned on larger images.
     """
 
     def __init__(
@@ -128,24 +124,24 @@ class ClipText:
         check_choice("segments", segments, Segments)
         if not all(hasattr(model, part) for part in ("text_model", "visual_projection", "vision_model")):
             raise BadParameter(
-                f"ClipText reads with a CLIPModel, which has both halves and their projections, got "
-                f"{type(model).__name__}. Open one with load_clip_text(name)."
+                f"ClipText needs a CLIPModel, with both towers and their projections, got {type(model).__name__}. "
+                "Load one with load_clip_text(name)."
             )
         self.model: Any = model
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.segments: Segments = segments
         config = self.model.config.vision_config
         self.vision = {key: getattr(config, key) for key in SHAPE} | dict(vision or {})
-        known, read = int(self.model.config.text_config.vocab_size), len(self.tokenizer)
-        if not known // 2 < read <= known:  # without its files transformers makes an empty tokenizer and says nothing
+        vocabulary, known = int(self.model.config.text_config.vocab_size), len(self.tokenizer)
+        if not vocabulary // 2 < known <= vocabulary:  # transformers silently creates an empty tokenizer without files
             raise BadFile(
-                f"The tokenizer knows {read} tokens, and this CLIP reads {known}: it is not the one that CLIP was "
-                "trained with. Fetch tokenizer.json, or vocab.json and merges.txt, beside the weights."
+                f"The tokenizer has {known} tokens, and this CLIP has {vocabulary}, so it is not the tokenizer of this "
+                "CLIP. Download tokenizer.json, or vocab.json and merges.txt, beside the weights."
             )
-        self.longest = int(self.model.config.text_config.max_position_embeddings)
+        self.max_length = int(self.model.config.text_config.max_position_embeddings)
 
     def __repr__(self) -> str:
-        """Tell the two widths."""
+        """Return the widths of patches and of the joint space."""
         width = self.model.visual_projection.out_features
         return f"ClipText(patches of width {self.vision['hidden_size']} and questions, both to width {width})"
 
@@ -153,33 +149,33 @@ class ClipText:
 
     @torch.no_grad()
     def text(self, question: str) -> Tensor:
-        """Embed a question: (m, d) float32, a row for each segment."""
+        """Embed a question: (m, d) float32, one row for each segment."""
         if not question.strip():
-            raise MissingSignal("The question is empty, and patches are chosen by it. Give its words.")
+            raise MissingSignal("The question is empty, and patches are chosen by it. Give a question.")
         ids: list[int] = self.tokenizer(question, verbose=False)["input_ids"]
-        rows = self._parted(ids)
-        # a token of padding stands behind the end, and CLIP reads forwards only: it changes nothing
+        rows = self._split(ids)
+        # Padding follows the end token, and CLIP's text tower is causal, so padding has no effect.
         length = max(map(len, rows))
         padded = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
-        out = self.model.get_text_features(input_ids=padded.to(self.model.visual_projection.weight.device))
-        return cast(Tensor, getattr(out, "pooler_output", out)).float()
+        output = self.model.get_text_features(input_ids=padded.to(self.model.visual_projection.weight.device))
+        return cast(Tensor, getattr(output, "pooler_output", output)).float()
 
-    def _parted(self, ids: Sequence[int]) -> list[list[int]]:
-        """Token numbers of each segment."""
-        most = self.longest
-        if len(ids) <= most or self.segments == "released":
-            return [list(ids[at : at + most]) for at in range(0, len(ids), most)]
-        start, *words, end = ids
-        return [[start, *words[at : at + most - 2], end] for at in range(0, len(words), most - 2)]
+    def _split(self, ids: Sequence[int]) -> list[list[int]]:
+        """Split token ids into segments."""
+        size = self.max_length
+        if len(ids) <= size or self.segments == "released":
+            return [list(ids[start : start + size]) for start in range(0, len(ids), size)]
+        first, *words, last = ids
+        return [[first, *words[start : start + size - 2], last] for start in range(0, len(words), size - 2)]
 
     @torch.no_grad()
     def joint(self, patches: Tensor) -> Tensor:
-        """Take patches (N, D) of CLIP's tower to the joint space: (N, d) float32."""
+        """Project patches (N, D) of CLIP's tower to the joint space: (N, d) float32."""
         norm, projection = self.model.vision_model.post_layernorm, self.model.visual_projection
         if patches.ndim != 2 or patches.shape[1] != projection.in_features:
             raise BadTokens(
-                f"CLIP's joint space is reached from patches of shape (N, {projection.in_features}), got "
-                f"{tuple(patches.shape)}. Give tokens of this CLIP's own vision tower."
+                f"patches must have shape (N, {projection.in_features}), got {tuple(patches.shape)}. Give tokens of "
+                "this CLIP's own vision tower."
             )
         values = patches.detach().to(projection.weight.device).float()
         normed = layer_norm(values, norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps)
@@ -187,130 +183,137 @@ class ClipText:
 
     def signals(self, tokens: VisualTokens, question: str) -> VisualTokens:
         """Return tokens of CLIP's tower with both signals."""
-        return _with(tokens, self.joint(tokens.patches), self.text(question))
+        return _with_signals(tokens, self.joint(tokens.patches), self.text(question))
 
-    # ------------------------------------------------------------------ inside a model
+    # ------------------------------------------------------------------ use in a model
 
-    def about(self, question: Question | None = None, *, prompts: Any = None) -> TextQuery:
-        """Say what images are asked about, for ``reduced(model, reducer, asking=...)``.
+    def query(self, question: Question | None = None, *, prompts: Any = None) -> TextQuery:
+        """Return the question for ``reduced(model, reducer, text_query=...)``.
 
         Parameters
         ----------
         question : str or sequence of str, optional
-            One for all prompts, or one for each prompt of every call; all images of a prompt share it.
+            One for all prompts, or one for each prompt of every call. All images of a prompt share its question.
         prompts : tokenizer or processor of the model, optional
-            Where no question is given it is read off each prompt: all words, without placeholders and special tokens.
+            Decodes the prompts if no question is given; the question is then all words of the prompt, without
+            placeholders and special tokens.
         """
         return TextQuery(self, question, prompts)
 
 
 @dataclass(frozen=True)
 class TextQuery:
-    """A question, or where to read it, and who reads it. See :meth:`ClipText.about`."""
+    """A question, or a decoder of prompts to read it from, and the text tower. See :meth:`ClipText.query`."""
 
     clip: ClipText
     question: Question | None = None
     prompts: Any = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no text."""
-        asked: Any = self.question
-        is_list = isinstance(asked, list | tuple) and all(isinstance(one, str) for one in cast(list[Any], asked))
-        if asked is not None and not isinstance(asked, str) and not is_list:
-            raise BadParameter(f"A question must be a text, or a list with one for each prompt, got {asked!r:.60}.")
+        """Refuse questions that are not text."""
+        question: Any = self.question
+        is_list = isinstance(question, list | tuple) and all(isinstance(q, str) for q in cast(list[Any], question))
+        if question is not None and not isinstance(question, str) and not is_list:
+            raise BadParameter(f"question must be a string, or a list with one for each prompt, got {question!r:.60}.")
 
-    def or_prompts(self, processor: Any, question: Question | None = None) -> TextQuery:
-        """The same, with a question of one call, and with a processor that can read prompts if nothing is said."""
-        asked = self.question if question is None else question
-        return replace(self, question=asked, prompts=processor if self.prompts is None else self.prompts)
+    def with_prompts(self, processor: Any, question: Question | None = None) -> TextQuery:
+        """Return a query with the question of one call, and with a processor that decodes prompts if there is none."""
+        return replace(
+            self,
+            question=self.question if question is None else question,
+            prompts=processor if self.prompts is None else self.prompts,
+        )
 
     @torch.no_grad()
-    def add(self, host: Adapter, sight: EncodedImages, inputs: Mapping[str, Any]) -> EncodedImages:
-        """Give every unit the signals of the question that its prompt asks."""
-        self._check_tower(host)
-        questions = self._questions(inputs, host.image_token)
-        rows = _rows_of(inputs["input_ids"], host.image_token, sight.full)
-        # each question is read by itself, so that what it becomes does not hang on its neighbours
+    def add(self, adapter: Adapter, encoded: EncodedImages, inputs: Mapping[str, Any]) -> EncodedImages:
+        """Add the signals of the question to every unit, each with the question of its prompt."""
+        self._check_tower(adapter)
+        questions = self._questions(inputs, adapter.image_token)
+        rows = _image_rows(inputs["input_ids"], adapter.image_token, encoded.full)
+        # Each question is embedded separately, so that its embedding does not depend on the others in the batch.
         texts = {question: self.clip.text(question) for question in {questions[row] for row in rows}}
-        asked = [texts[questions[row]] for row, units in zip(rows, sight.units, strict=True) for _ in range(units)]
-        units = zip(sight.tokens, asked, strict=True)
-        return replace(sight, tokens=tuple(_with(unit, self.clip.joint(unit.patches), text) for unit, text in units))
+        per_unit = [texts[questions[row]] for row, units in zip(rows, encoded.units, strict=True) for _ in range(units)]
+        tokens = [
+            _with_signals(unit, self.clip.joint(unit.patches), text)
+            for unit, text in zip(encoded.tokens, per_unit, strict=True)
+        ]
+        return replace(encoded, tokens=tuple(tokens))
 
     def _questions(self, inputs: Mapping[str, Any], image_token: int) -> list[str]:
-        """The question of each prompt."""
+        """Return the question of each prompt."""
         ids: Tensor = inputs["input_ids"]
         if isinstance(self.question, str):
             return [self.question] * len(ids)
         if self.question is not None:
             if len(self.question) != len(ids):
                 raise BadParameter(
-                    f"{len(self.question)} questions were given for {len(ids)} prompts. Give one for each prompt, or a "
-                    "single one for all."
+                    f"{len(self.question)} questions were given for {len(ids)} prompts. Give one question for each "
+                    "prompt, or a single one for all."
                 )
             return list(self.question)
         decoder = getattr(self.prompts, "tokenizer", self.prompts)
         if decoder is None:
             raise MissingSignal(
-                "Patches are to be chosen for a question, and none was given. Give asking=clip.about(question), or "
-                "asking=clip.about(prompts=processor) to have it read off the prompts."
+                "Patches are chosen by the question, and none was given. Use text_query=clip.query(question), or "
+                "text_query=clip.query(prompts=processor) to read it from the prompts."
             )
         mask = inputs.get("attention_mask")
-        real = ids != image_token if mask is None else (ids != image_token) & mask.bool()
+        is_text = ids != image_token if mask is None else (ids != image_token) & mask.bool()
         return [
             str(decoder.decode(row[is_word].tolist(), skip_special_tokens=True)).strip()
-            for row, is_word in zip(ids, real, strict=True)
+            for row, is_word in zip(ids, is_text, strict=True)
         ]
 
-    def _check_tower(self, host: Adapter) -> None:
-        """Refuse a model whose tower this CLIP does not know."""
-        theirs, mine = getattr(host.config, "vision_config", None), self.clip.vision
-        kind = str(getattr(theirs, "model_type", "none"))
+    def _check_tower(self, adapter: Adapter) -> None:
+        """Refuse a model whose vision tower does not belong to this CLIP."""
+        config, shape = getattr(adapter.config, "vision_config", None), self.clip.vision
+        kind = str(getattr(config, "model_type", "none"))
         if not kind.startswith("clip"):
             raise MissingSignal(
-                f"The vision tower of {type(host.model).__name__} ({kind}) is none of CLIP, so its patches have no "
-                "place beside what CLIP makes of a question. Choose a reducer that does without one."
+                f"The vision tower of {type(adapter.model).__name__} ({kind}) is not a CLIP tower, so its patches "
+                "cannot be compared with a question. Choose a reducer that does not read the question."
             )
-        odd = [key for key in SHAPE if getattr(theirs, key) != mine[key]]
-        if odd:
-            key = odd[0]
+        different = [key for key in SHAPE if getattr(config, key) != shape[key]]
+        if different:
+            key = different[0]
             raise BadParameter(
-                f"This CLIP is not the one that the model's vision tower was taken from: its {key} is {mine[key]}, "
-                f"that of the model {getattr(theirs, key)}. LLaVA-1.5 has openai/clip-vit-large-patch14-336. If it is "
-                f"the right one all the same, say so: ClipText(..., vision={{{key!r}: {getattr(theirs, key)}}})."
+                f"This CLIP does not match the model's vision tower: its {key} is {shape[key]}, and the model's is "
+                f"{getattr(config, key)}. LLaVA-1.5 uses openai/clip-vit-large-patch14-336. If it is the right CLIP "
+                f"nevertheless, pass ClipText(..., vision={{{key!r}: {getattr(config, key)}}})."
             )
 
 
-def said(conversation: Any) -> list[str] | None:
-    """What the user said last in a conversation, or in each of several; None where that cannot be told.
+def last_user_messages(conversation: Any) -> list[str] | None:
+    """Return the user's last message in a conversation, or in each of several; None if there is none.
 
     Examples
     --------
     >>> turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}
-    >>> said([turn]), said([[turn], [{"role": "user", "content": "And that?"}]])
+    >>> last_user_messages([turn]), last_user_messages([[turn], [{"role": "user", "content": "And that?"}]])
     (['What is this?'], ['What is this?', 'And that?'])
     """
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not len(conversation):
         return None
     turns = cast(Sequence[Any], conversation)
     if not isinstance(turns[0], Mapping):
-        found = [said(turn) for turn in turns]
-        return [words[0] for words in found if words] if all(found) else None
+        messages = [last_user_messages(turn) for turn in turns]
+        return [message[0] for message in messages if message] if all(messages) else None
     by_user = [turn for turn in turns if isinstance(turn, Mapping) and turn.get("role") == "user"]
     content: Any = by_user[-1].get("content") if by_user else None
     if isinstance(content, str):
         return [content]
     parts = cast(Sequence[Any], content or ())
-    words = [str(part["text"]) for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    return [" ".join(words)] if words else None
+    texts = [str(part["text"]) for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    return [" ".join(texts)] if texts else None
 
 
-def _with(tokens: VisualTokens, joint: Tensor, text: Tensor) -> VisualTokens:
-    where = tokens.patches.device
-    return tokens.with_(signals={**tokens.signals, "joint": joint.to(where), "text": text.to(where)})
+def _with_signals(tokens: VisualTokens, joint: Tensor, text: Tensor) -> VisualTokens:
+    device = tokens.patches.device
+    return tokens.with_(signals={**tokens.signals, "joint": joint.to(device), "text": text.to(device)})
 
 
-def _rows_of(ids: Tensor, image_token: int, full: Sequence[int]) -> list[int]:
-    """The prompt that each image is in; a prompt of the wrong length is refused later, when it is shrunk."""
-    row = (ids == image_token).nonzero()[:, 0].tolist() or [0]
+def _image_rows(ids: Tensor, image_token: int, full: Sequence[int]) -> list[int]:
+    """Return the prompt of each image; prompts with a wrong number of placeholders are refused later."""
+    rows = (ids == image_token).nonzero()[:, 0].tolist() or [0]
     ends = torch.tensor(full).cumsum(0)
-    return [row[min(int(end) - 1, len(row) - 1)] for end in ends]
+    return [rows[min(int(end) - 1, len(rows) - 1)] for end in ends]

@@ -1,4 +1,4 @@
-"""Trace: what happened to each image while a model was reduced."""
+"""Record the reduction of each image, with token counts, times and the key-value cache saved."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from typing import overload
 
 from torino.core.reduction import Reduction
 
-# In the order they run; the stages in brackets are part of the one before them.
+# Stages in the order they run; the stages in parentheses are part of the stage before them.
 STAGES = {"tower": ("signals", "steps"), "question": (), "plan": ("sae", "grouping"), "projector": ()}
 
 
 @dataclass(frozen=True)
-class Look:
-    """One call of the model: its images, how many tokens each had and has, and the time it took.
+class ReducedCall:
+    """One call of the model: its images, their token counts before and after, and the times.
 
     Attributes
     ----------
     reductions : tuple of Reduction
-        One per planned unit: an image, or a tile of one.
+        One for each planned unit: an image, or a tile of one.
     before, after : tuple of int
-        Placeholders of each image in the prompt, and what is left of them.
+        Tokens of each image in the full and in the reduced prompt.
     seconds : dict
-        ``tower`` and, within it, ``signals`` and the ``steps`` of a reducer at work there; ``question``, where one is
-        read to choose patches by; ``plan``, which is all of any other reducer, and within it ``sae`` and ``grouping``;
-        ``projector``, which is reducing and projecting.
+        ``tower`` and, as parts of it, ``signals`` and the ``steps`` of a reducer inside the tower; ``question``, the
+        text encoder of a reducer that reads the question; ``plan``, any other reducer, with its parts ``sae`` and
+        ``grouping``; ``projector``, reducing and projecting.
     bytes_saved : int
-        Key-value cache of the full prompt less that of the reduced one, padding included, for one sequence per row.
+        Difference between the key-value caches of the full and the reduced prompt, including padding, for one sequence
+        per row.
     padding : str
-        How the images were brought to the tower's shape, where that is known: ``"square"``, ``"crop"`` or ``""``.
+        How the images were brought to the shape of the tower: ``"square"``, ``"crop"``, or ``""`` if unknown.
     """
 
     reductions: tuple[Reduction, ...]
@@ -43,20 +44,20 @@ class Look:
 
 @dataclass
 class Trace(Sequence[Reduction]):
-    """All calls under one ``with reduced(...)``; ``trace[0]`` is the Reduction of the first image."""
+    """All calls inside one ``with reduced(...)``; ``trace[0]`` is the Reduction of the first image."""
 
-    looks: list[Look] = field(default_factory=list[Look])
+    calls: list[ReducedCall] = field(default_factory=list[ReducedCall])
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, look: Look) -> None:
-        """Note a call; threads may share a trace."""
+    def add(self, call: ReducedCall) -> None:
+        """Add a call; several threads may share a trace."""
         with self._lock:
-            self.looks.append(look)
+            self.calls.append(call)
 
     @property
     def reductions(self) -> list[Reduction]:
-        """Every reduction, in order."""
-        return [reduction for look in self.looks for reduction in look.reductions]
+        """All reductions, in order."""
+        return [reduction for call in self.calls for reduction in call.reductions]
 
     @overload
     def __getitem__(self, index: int) -> Reduction: ...
@@ -68,60 +69,60 @@ class Trace(Sequence[Reduction]):
 
     def __len__(self) -> int:
         """Return the number of reductions."""
-        return sum(len(look.reductions) for look in self.looks)
+        return sum(len(call.reductions) for call in self.calls)
 
     def __iter__(self) -> Iterator[Reduction]:
-        """Go through the reductions."""
+        """Iterate over the reductions."""
         return iter(self.reductions)
 
     @property
     def before(self) -> int:
-        """Image tokens that the prompts had."""
-        return sum(sum(look.before) for look in self.looks)
+        """Image tokens of the full prompts."""
+        return sum(sum(call.before) for call in self.calls)
 
     @property
     def after(self) -> int:
-        """Image tokens that the language model got."""
-        return sum(sum(look.after) for look in self.looks)
+        """Image tokens that the language model received."""
+        return sum(sum(call.after) for call in self.calls)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Time by stage over all calls."""
+        """Seconds by stage, over all calls."""
         total: dict[str, float] = {}
-        for look in self.looks:
-            for name, value in look.seconds.items():
+        for call in self.calls:
+            for name, value in call.seconds.items():
                 total[name] = total.get(name, 0.0) + value
         known = [name for stage, parts in STAGES.items() for name in (stage, *parts)]
         return {name: total[name] for name in known if name in total} | total
 
     @property
     def bytes_saved(self) -> int:
-        """Key-value cache saved over all calls."""
-        return sum(look.bytes_saved for look in self.looks)
+        """Bytes of key-value cache saved over all calls."""
+        return sum(call.bytes_saved for call in self.calls)
 
-    def __reduce__(self) -> tuple[type[Trace], tuple[list[Look]]]:
-        """Copy and pickle the calls; the lock stays here."""
-        return Trace, (list(self.looks),)
+    def __reduce__(self) -> tuple[type[Trace], tuple[list[ReducedCall]]]:
+        """Copy and pickle the calls without the lock."""
+        return Trace, (list(self.calls),)
 
     def summary(self) -> str:
-        """A table: a line for each call, then the times by stage."""
-        if not self.looks:
-            return "No image was seen."
+        """Return a table with a line for each call and the times by stage."""
+        if not self.calls:
+            return "No image was reduced."
         lines = [f"{'call':>4}  {'images':>6}  {'tokens':>15}  {'removed':>7}  {'cache saved':>11}  reducer"]
-        for number, look in enumerate(self.looks):
-            before, after = sum(look.before), sum(look.after)
-            by = look.reductions[0].by if look.reductions else ""
+        for number, call in enumerate(self.calls):
+            before, after = sum(call.before), sum(call.after)
+            by = call.reductions[0].by if call.reductions else ""
             lines.append(
-                f"{number:>4}  {len(look.before):>6}  {f'{before} -> {after}':>15}  "
-                f"{1 - after / max(before, 1):>7.1%}  {look.bytes_saved / 2**20:>7.1f} MiB  {by}"
+                f"{number:>4}  {len(call.before):>6}  {f'{before} -> {after}':>15}  "
+                f"{1 - after / max(before, 1):>7.1%}  {call.bytes_saved / 2**20:>7.1f} MiB  {by}"
             )
-        return "\n".join([*lines, f"time: {self._times()}"])
+        return "\n".join([*lines, f"time: {self._format_times()}"])
 
-    def _times(self) -> str:
+    def _format_times(self) -> str:
         seconds = self.seconds
-        said: list[str] = []
+        times: list[str] = []
         for stage, parts in STAGES.items():
             inner = ", ".join(f"{name} {seconds.pop(name) * 1e3:.1f}" for name in parts if name in seconds)
             if stage in seconds:
-                said.append(f"{stage} {seconds.pop(stage) * 1e3:.1f} ms" + (f" ({inner})" if inner else ""))
-        return ", ".join([*said, *[f"{name} {value * 1e3:.1f} ms" for name, value in seconds.items()]])
+                times.append(f"{stage} {seconds.pop(stage) * 1e3:.1f} ms" + (f" ({inner})" if inner else ""))
+        return ", ".join([*times, *[f"{name} {value * 1e3:.1f} ms" for name, value in seconds.items()]])

@@ -1,7 +1,7 @@
-"""The measuring itself.
+"""Measure what methods cost, side by side in one run.
 
-All methods take their turn on each image before the next one is opened, in an order that moves on by one each time, so
-that a slow moment of the machine falls on all alike.
+All methods take turns on each image before the next one, in an order that shifts by one each time, so that a slow
+moment of the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -16,41 +16,39 @@ from torino.core.errors import BadParameter, TorinoError
 from torino.core.reduction import ReductionBatch
 from torino.core.timing import recording
 from torino.core.tokens import VisualTokens
-from torino.evaluation.latency.gauges import (
-    carry_out,
-    furnished,
-    gather,
-    lacking,
+from torino.evaluation.latency.probes import (
+    apply_plans,
+    count_survivors,
     machine,
+    missing_signals,
     now,
     peak_memory,
-    survivors,
+    time_gather,
     versions,
+    with_signals,
 )
 from torino.evaluation.latency.rows import BenchPlan, BenchRow
 from torino.evaluation.protocol import Setting
 from torino.reducers import Reducer, as_in_tower
-from torino.sae.model import SAE
+from torino.sae import SAE
 
-if TYPE_CHECKING:  # Pillow and transformers are only fetched by those who measure a model
-    from torino.datasets.images import Padding, Picture
-    from torino.evaluation.latency.probe import Eye, Glance
-    from torino.vlm import ClipText
-    from torino.vlm.adapters.base import Positions
+if TYPE_CHECKING:  # Pillow and transformers are only needed to measure a model
+    from torino.datasets.images import Picture
+    from torino.vlm.session import VLM, Encoded
 
 FORMAT = "torino-bench/1"
 QUESTION = "Describe what you see."
-CONCEPTS = 3  # concepts a token that the screen is asked for when its survivors are counted, the paper's most
+CONCEPTS = 3  # concepts per token for which the survivors of the prefilter are counted; the paper's largest k
 Progress = Callable[[str, int, int], None]
 
 
 class Bench:
-    """Methods under measurement; :meth:`on_tokens` or :meth:`on_model` measures, :meth:`document` tells.
+    """Measure several methods; :meth:`on_tokens` or :meth:`on_model` measures, :meth:`document` returns the results.
 
     Parameters
     ----------
     settings : sequence of Setting
-        See :mod:`torino.evaluation.protocol`; the one that keeps all tokens is asked for its answers only.
+        See :mod:`torino.evaluation.protocol`; the one that keeps all tokens is measured for its answers only.
     saes : mapping of str to concept encoder
     plan : BenchPlan
     progress : callable, optional
@@ -60,9 +58,9 @@ class Bench:
     ----------
     rows : list of BenchRow
     notes : list of str
-        Methods that were left out, and why; and whatever else a reader of the figures must know.
+        Methods that were left out and why, and other remarks for the reader.
     survivors : dict of str to dict
-        Of each SAE with ``screen = "int8"``: how many latents a token its screen could not exclude.
+        For each SAE with ``prefilter = "int8"``: the latents per token that the prefilter could not exclude.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class Bench:
         self.notes: list[str] = []
         self.about: dict[str, Any] = {}
         self.survivors: dict[str, dict[str, float]] = {}
-        self._screened = {name: sae for name, sae in saes.items() if isinstance(sae, SAE) and sae.screen == "int8"}
+        self._filtered = {name: sae for name, sae in saes.items() if isinstance(sae, SAE) and sae.prefilter == "int8"}
         self._progress: Progress = progress or (lambda phase, done, total: None)
 
     # ------------------------------------------------------------------ tokens alone
@@ -82,28 +80,25 @@ class Bench:
     def on_tokens(
         self, images: Sequence[VisualTokens], device: torch.device | str = "cpu", source: str = "tokens"
     ) -> None:
-        """Time the module alone on tokens that are there; signals they lack are made up, in shape and size as CLIP's.
+        """Time the reducers alone on given tokens; signals that they lack are random, with the shapes of CLIP's.
 
         Parameters
         ----------
         images : sequence of VisualTokens
         device : torch.device or str
         source : str
-            What they are, in words.
+            Description of the tokens.
         """
         self.rows = [row for row in self.rows if row.reducer is not None]
         for row in [row for row in self.rows if row.reducer is not None and as_in_tower(row.reducer) is not None]:
-            self._leave_out(row, "it works inside a vision tower, so there is no module of its own on tokens alone")
-        missing = {id(row): lacking(row.reducer, images[0]) for row in self.rows if row.reducer is not None}
-        ready = [
-            furnished(image, frozenset[str]().union(*missing.values()), i, device) for i, image in enumerate(images)
-        ]
+            self._leave_out(row, "it runs inside a vision tower, so it cannot be timed on tokens alone")
+        missing = {id(row): missing_signals(row.reducer, images[0]) for row in self.rows if row.reducer is not None}
+        names = frozenset[str]().union(*missing.values())
+        ready = [with_signals(image, names, i, device) for i, image in enumerate(images)]
         for row in self.rows:
             row.made = tuple(sorted(missing[id(row)]))
-        if any(missing.values()):
-            self.notes.append(
-                "Signals that the tokens lack, such as attention, are made up: right in size, not in value."
-            )
+        if names:
+            self.notes.append("Signals that the tokens lack, such as attention, are random: right in size only.")
         picked = self.plan.pick(len(ready))
 
         def module(row: BenchRow, index: int, keep: bool) -> None:
@@ -114,7 +109,7 @@ class Bench:
         self._rounds(picked, lambda index: index, module)
         for row in self.rows:
             row.peak = peak_memory(lambda row=row: module(row, picked[0], False), device)
-        self._survive(lambda _: [ready[index] for index in dict.fromkeys(picked[:8])])
+        self._count_survivors(lambda _: [ready[index] for index in dict.fromkeys(picked[:8])])
         self.about = {"source": source, "distinct_images": min(len(images), self.plan.images), "memory": "module"}
         self.about["device"] = torch.device(device).type
 
@@ -123,120 +118,106 @@ class Bench:
     @torch.no_grad()
     def on_model(
         self,
-        model: Any,
-        processor: Any,
-        pictures: Sequence[Picture],
+        vlm: VLM,
+        images: Sequence[Picture],
         *,
-        padding: Padding = "crop",
-        positions: Positions = "own",
         question: str = QUESTION,
-        asking: ClipText | None = None,
         name: str = "",
-        source: str = "pictures",
+        source: str = "images",
     ) -> None:
-        """Time the module on what the model's tower saw, then the first token and the whole answer.
+        """Time the reducers on the tower's output, then the first token and the whole answer.
 
         Parameters
         ----------
-        model, processor
-            As :func:`torino.vlm.session.load_vlm` gives them.
-        pictures : sequence of path, bytes or PIL image
+        vlm : VLM
+        images : sequence of path, bytes or PIL image
             Opened when their turn comes.
-        padding, positions, asking
-            As for :func:`torino.vlm.session.ask`.
         question : str
         name, source : str
-            The model and the pictures, in words.
+            Descriptions of the model and the images.
         """
-        from torino.evaluation.latency.probe import Eye
+        picked = self.plan.pick(len(images))
+        reducers = [row.reducer for row in self.rows]
 
-        eye = Eye(model, processor, padding, question, asking)
-        picked = self.plan.pick(len(pictures))
+        def encode(index: int) -> Encoded:
+            return vlm.encode(vlm.inputs(images[index], question), reducers)
 
-        def module(row: BenchRow, glance: Glance, keep: bool) -> None:
+        def module(row: BenchRow, encoded: Encoded, keep: bool) -> None:
             if row.reducer is not None:
-                self._look(row, row.reducer, glance, keep)
+                self._time_reducer(row, row.reducer, encoded, keep)
 
-        first = eye.glance(pictures[picked[0]])
+        first = encode(picked[0])
         self._try(lambda row: module(row, first, False))
-        self._rounds(picked, lambda index: eye.glance(pictures[index]), module)
-        self._survive(lambda reducer: first.sight(reducer).tokens)
+        self._rounds(picked, encode, module)
+        self._count_survivors(lambda reducer: first.run(reducer)[0].tokens)
         if self.plan.answers:
-            self._answers(model, eye, [pictures[index] for index in picked], positions)
+            self._time_answers(vlm, [images[index] for index in picked], question)
         else:
             self.rows = [row for row in self.rows if row.reducer is not None]
-        weight = next(one for one in model.parameters() if one.is_floating_point())
         self.about = {
             "model": name,
-            "family": str(model.config.model_type),
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "device": weight.device.type,
-            "padding": padding,
-            "positions": positions,
+            "family": vlm.family,
+            "dtype": str(vlm.dtype).removeprefix("torch."),
+            "device": vlm.device.type,
+            "padding": vlm.padding,
+            "positions": vlm.positions,
+            "attention": vlm.attention,
             "question": question,
             "source": source,
-            "distinct_images": min(len(pictures), self.plan.images),
+            "distinct_images": min(len(images), self.plan.images),
             "answers": self.plan.answers,
             "answer_tokens": self.plan.length,
             "memory": "answer" if self.plan.answers else None,
         }
 
-    def _look(self, row: BenchRow, reducer: Reducer, glance: Glance, keep: bool) -> None:
-        host, inside = glance.eye.host, as_in_tower(reducer)
-        sight = glance.sight(reducer)
-        if inside is None:
-            self._time(row, sight.tokens, lambda: host.plan(reducer, sight), keep)
+    def _time_reducer(self, row: BenchRow, reducer: Reducer, encoded: Encoded, keep: bool) -> None:
+        adapter = encoded.vlm.adapter
+        in_tower = as_in_tower(reducer)
+        if in_tower is None:
+            images = encoded.run(reducer)[0]
+            self._time(row, images.tokens, lambda: adapter.plan(reducer, images), keep)
             return
-        with recording() as seconds:  # the steps between the blocks are all the module there is
-            _, plans = host.encode_in_tower(glance.inputs, inside)
-        self._note(row, seconds.get("steps", 0.0), sight.tokens, [len(plan) for plan in plans], keep)
+        tokens = encoded.run(None)[0].tokens
+        with recording() as seconds:  # the steps between the blocks are all there is of the reducer
+            _, plans = adapter.encode_in_tower(encoded.inputs.tensors, in_tower)
+        self._note(row, seconds.get("steps", 0.0), tokens, [len(plan) for plan in plans], keep)
 
-    def _answers(self, model: Any, eye: Eye, pictures: Sequence[Picture], positions: Positions) -> None:
-        """Whole answers, after one of each method that is not timed; then memory, which would disturb the clock."""
-        from torino.vlm.session import ask
+    def _time_answers(self, vlm: VLM, images: Sequence[Picture], question: str) -> None:
+        """Time whole answers after one untimed answer of each method; then measure memory, which disturbs the clock."""
+        length = {"max_new_tokens": self.plan.length, "min_new_tokens": self.plan.length}
 
-        def answer(row: BenchRow, picture: Picture) -> Any:
-            return ask(
-                picture,
-                eye.question,
-                model=model,
-                processor=eye.processor,
-                reducer=row.reducer,
-                positions=positions,
-                max_new_tokens=self.plan.length,
-                min_new_tokens=self.plan.length,
-                asking=eye.asking,
-            )
+        def answer(row: BenchRow, image: Any) -> Any:
+            return vlm.answer(vlm.inputs(image, question), row.reducer, **length)
 
-        turns = [pictures[i % len(pictures)] for i in range(self.plan.answers)]
-        for turn, picture in enumerate([turns[0], *turns]):
-            opened = eye.open(picture)
+        turns = [images[i % len(images)] for i in range(self.plan.answers)]
+        for turn, image in enumerate([turns[0], *turns]):
+            opened = vlm.open(image)
             for row in self._in_turn(turn):
-                told = answer(row, opened)
+                result = answer(row, opened)
                 if turn:
-                    row.first.append(told.first_token)
-                    row.answer.append(told.seconds["total"])
+                    row.first.append(result.first_token)
+                    row.answer.append(result.seconds["total"])
                     if row.reducer is None:
-                        row.tokens.append(told.after)
+                        row.tokens.append(result.after)
             self._progress("answers", turn + 1, len(turns) + 1)
-        opened, device = eye.open(pictures[0]), next(model.parameters()).device
-        for done, row in enumerate(self.rows):
-            row.peak = peak_memory(lambda row=row: answer(row, opened), device)
-            self._progress("memory", done + 1, len(self.rows))
+        opened = vlm.open(images[0])
+        for count, row in enumerate(self.rows):
+            row.peak = peak_memory(lambda row=row: answer(row, opened), vlm.device)
+            self._progress("memory", count + 1, len(self.rows))
 
-    # ------------------------------------------------------------------ what both share
+    # ------------------------------------------------------------------ shared by both
 
     def _rounds(
         self, picked: Sequence[int], ready: Callable[[int], Any], module: Callable[[BenchRow, Any, bool], None]
     ) -> None:
-        """Warm-ups, then every image, each with all rows."""
+        """Run the warm-ups, then every image, each with all rows."""
         turns = [*(picked[i % len(picked)] for i in range(self.plan.warmups)), *picked]
         for turn, index in enumerate(turns):
             image = ready(index)
             for row in self._in_turn(turn):
                 try:
                     module(row, image, turn >= self.plan.warmups)
-                except TorinoError as error:  # a budget that this image cannot fill, among others
+                except TorinoError as error:  # for example a budget that this image cannot meet
                     self._leave_out(row, str(error))
             self._progress("module alone", turn + 1, len(turns))
 
@@ -244,29 +225,29 @@ class Bench:
         self, row: BenchRow, tokens: Sequence[VisualTokens], plan: Callable[[], ReductionBatch], keep: bool
     ) -> None:
         begin = now()
-        lengths = carry_out(tokens, plan())
+        lengths = apply_plans(tokens, plan())
         self._note(row, now() - begin, tokens, lengths, keep)
 
     def _note(
         self, row: BenchRow, took: float, tokens: Sequence[VisualTokens], lengths: Sequence[int], keep: bool
     ) -> None:
-        floor = gather(tokens, lengths)
+        floor = time_gather(tokens, lengths)
         if keep:
             row.module.append(took)
             row.floor.append(floor)
             row.tokens.append(sum(lengths))
 
-    def _survive(self, see: Callable[[Reducer], Sequence[VisualTokens]]) -> None:
-        """Count what the screen leaves, of each SAE that was measured, on what its first row saw."""
+    def _count_survivors(self, tokens_for: Callable[[Reducer], Sequence[VisualTokens]]) -> None:
+        """Count what the prefilter of each measured SAE lets through, on the tokens of its first row."""
         for row in self.rows:
             name = row.setting.sae
-            if row.reducer is not None and name in self._screened and name not in self.survivors:
-                told = survivors(self._screened[name], see(row.reducer), CONCEPTS)
-                if told is not None:
-                    self.survivors[name] = told
+            if row.reducer is not None and name in self._filtered and name not in self.survivors:
+                counts = count_survivors(self._filtered[name], tokens_for(row.reducer), CONCEPTS)
+                if counts is not None:
+                    self.survivors[name] = counts
 
     def _in_turn(self, turn: int) -> list[BenchRow]:
-        """All rows, beginning with another one each time."""
+        """Return all rows, starting with another one each time."""
         start = turn % max(len(self.rows), 1)
         return self.rows[start:] + self.rows[:start]
 
@@ -286,7 +267,7 @@ class Bench:
         self.notes.append(f"{row.setting.spec} was left out: {why.rstrip('.')}.")
 
     def document(self) -> dict[str, Any]:
-        """All that was measured, for JSON."""
+        """Return all measurements for JSON."""
         return {
             "format": FORMAT,
             "machine": machine(),
@@ -296,9 +277,9 @@ class Bench:
                 "images": self.plan.images,
                 "warmups": self.plan.warmups,
                 "seed": self.plan.seed,
-                "order": "every method on each image before the next, beginning with another one each time",
+                "order": "every method on each image before the next, starting with another one each time",
                 "module": "from the tower's tokens and signals to the reduced tokens, one image at a time",
-                "floor": "a gather of as many tokens",
+                "floor": "gathering as many tokens",
                 **self.about,
             },
             "notes": self.notes,
@@ -309,5 +290,5 @@ class Bench:
 
 def _reducer(row: BenchRow) -> Reducer:
     if row.reducer is None:
-        raise BadParameter("Keeping all tokens is no module that could be timed.")
+        raise BadParameter("Keeping all tokens has no module that could be timed.")
     return row.reducer

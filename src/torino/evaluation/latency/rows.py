@@ -1,4 +1,4 @@
-"""What is measured of each method, how much of it, and how it is told."""
+"""Rows and sizes of a latency benchmark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torino.reducers import Reducer
 
 @dataclass
 class BenchRow:
-    """One method and what was measured of it; times in seconds.
+    """The measurements of one method; times in seconds.
 
     Attributes
     ----------
@@ -24,15 +24,15 @@ class BenchRow:
     reducer : Reducer or None
         None keeps all tokens.
     tokens : list of int
-        Visual tokens left of each image.
+        Visual tokens of each image after reduction.
     module, floor : list of float
-        The reducer alone, from the tower's tokens to the reduced ones, and a gather of as many tokens.
+        The reducer alone, from the tower's tokens to the reduced ones, and gathering as many tokens.
     first, answer : list of float
-        Until the first token of the answer, and until its end.
+        Time to the first token, and to the end of the answer.
     peak : float or None
-        MB that memory rose by, at its highest.
+        Peak increase of memory in MB.
     made : tuple of str
-        Signals that were made up for it, because the tokens did not carry them.
+        Signals that were random because the tokens lack them.
     """
 
     setting: Setting
@@ -46,18 +46,18 @@ class BenchRow:
     made: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        one = self.setting
-        pair = one.tier.partition(" [")[0]  # where there are several SAEs, the label has this one already
-        label = f"{one.label} ({pair})" if one.dynamic and "," in pair else one.label
+        """Return everything for JSON."""
+        setting = self.setting
+        pair = setting.tier.partition(" [")[0]  # with several SAEs, the label already names this one
+        label = f"{setting.label} ({pair})" if setting.dynamic and "," in pair else setting.label
         module, floor = spread(self.module), spread(self.floor)
         return {
             "label": label,
-            "method": one.method,
-            "spec": one.spec or "full",
-            "sae": one.sae,
-            "tier": one.tier,
-            "budget": one.budget,
+            "method": setting.method,
+            "spec": setting.spec or "full",
+            "sae": setting.sae,
+            "tier": setting.tier,
+            "budget": setting.budget,
             "tokens": round(statistics.fmean(self.tokens), 2) if self.tokens else None,
             "tokens_range": [min(self.tokens), max(self.tokens)] if self.tokens else None,
             "module_ms": module,
@@ -73,7 +73,7 @@ class BenchRow:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, standard deviation and median in milliseconds; None for no measurement.
+    """Return mean, standard deviation and median in milliseconds; None without measurements.
 
     Examples
     --------
@@ -84,26 +84,26 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
         return None
     ms = [1e3 * value for value in seconds]
     std = statistics.stdev(ms) if len(ms) > 1 else 0.0
-    told = {"mean": statistics.fmean(ms), "std": std, "median": statistics.median(ms)}
-    return {name: round(value, 4) for name, value in told.items()}
+    summary = {"mean": statistics.fmean(ms), "std": std, "median": statistics.median(ms)}
+    return {name: round(value, 4) for name, value in summary.items()}
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """How much is measured.
+    """The size of a benchmark.
 
     Attributes
     ----------
     images : int
-        Images that the module is timed on; a source of fewer goes round.
+        Images on which the reducer is timed; a smaller source is repeated.
     warmups : int
-        Images that all methods run on before, untimed.
+        Untimed images before that.
     answers : int
-        Images that whole answers are timed on, after one untimed answer of each method; 0 for none.
+        Images on which whole answers are timed, after one untimed answer of each method; 0 for none.
     length : int
-        Tokens of each answer. All answers are made this long, or a method that talks less would look faster.
+        Tokens of each answer. All answers have this length; otherwise shorter answers would look faster.
     seed : int
-        Chooses the images out of more.
+        Selects the images.
     """
 
     images: int = 50
@@ -113,13 +113,13 @@ class BenchPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what measures nothing."""
+        """Refuse sizes that measure nothing."""
         for name, least in (("images", 1), ("warmups", 0), ("answers", 0), ("length", 1)):
             if getattr(self, name) < least:
                 raise BadParameter(f"{name} must be at least {least}, got {getattr(self, name)}.")
 
     def pick(self, available: int) -> list[int]:
-        """Numbers of the images, drawn at random without repeating one before all were used."""
+        """Draw image numbers at random; none repeats before all were used."""
         source = torch.Generator().manual_seed(self.seed)
         picked: list[int] = []
         while len(picked) < self.images:

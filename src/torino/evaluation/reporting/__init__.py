@@ -1,1 +1,1 @@
-
+"""Reports and figures of evaluation runs."""

@@ -1,4 +1,4 @@
-"""Reports: what a run found, as Markdown, CSV, LaTeX and one HTML page."""
+"""Write the report of a run as Markdown, CSV, LaTeX and one HTML page."""
 
 from __future__ import annotations
 
@@ -10,187 +10,195 @@ from torino.core.errors import BadFile
 from torino.core.io import write_atomic
 from torino.evaluation.benchmarks import BENCHMARKS
 from torino.evaluation.paper import PaperTable
-from torino.evaluation.reporting.page import page
-from torino.evaluation.reporting.summary import Document
+from torino.evaluation.reporting.page import render_page
+from torino.evaluation.reporting.summary import Summary
 from torino.evaluation.reporting.tables import (
-    Layout,
-    latex,
-    layout,
-    long_csv,
-    markdown,
-    rows_of,
-    tokens_text,
-    unfinished,
-    wide_csv,
+    ReportTable,
+    build_table,
+    format_p,
+    format_tokens,
+    is_incomplete,
+    iter_rows,
+    markdown_grid,
+    to_csv,
+    to_detailed_csv,
+    to_latex,
+    to_markdown,
 )
-
-FILES = ("report.md", "table.csv", "details.csv", "table.tex", "report.html")
 
 
 def write_report(
-    document: Document,
+    summary: Summary,
     folder: str | Path,
     *,
     papers: Sequence[PaperTable] = (),
     figures: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Write all forms of the report.
+    """Write all formats of the report.
 
     Parameters
     ----------
-    document : dict
-        What :func:`torino.evaluation.reporting.summary.document_of` found.
+    summary : dict
+        From :mod:`torino.evaluation.reporting.summary`.
     folder : path
     papers : sequence of PaperTable
-        Tables of the paper to set beside it.
+        Tables of the paper to compare with.
     figures : mapping of caption to SVG, optional
-        For the page.
+        For the HTML page.
 
     Returns
     -------
     list of Path
         ``report.md``, ``table.csv``, ``details.csv``, ``table.tex`` and ``report.html``.
     """
-    if not document["scored"] or document["baseline"] is None or not any(row["scores"] for row in rows_of(document)):
+    if not summary["scored"] or summary["baseline"] is None or not any(row["scores"] for row in iter_rows(summary)):
         raise BadFile(
-            f"The run {document['name']} holds no answer that can be scored yet. Let torino eval go on, or see its "
-            "folder of problems."
+            f"The run {summary['name']} has no answers that can be scored yet. Continue it with torino eval, or see "
+            "the folder problems of the run."
         )
-    table = layout(document, papers)
+    table = build_table(summary, papers)
     texts = {
-        "report.md": report_markdown(document, table),
-        "table.csv": wide_csv(table),
-        "details.csv": long_csv(document),
-        "table.tex": latex(table, caption(document, table), f"tab:{document['name']}"),
-        "report.html": page(document, table, facts(document), statements(document, table), figures or {}),
+        "report.md": write_markdown(summary, table),
+        "table.csv": to_csv(table),
+        "details.csv": to_detailed_csv(summary),
+        "table.tex": to_latex(table, write_caption(summary, table), f"tab:{summary['name']}"),
+        "report.html": render_page(summary, table, list_facts(summary), list_statements(summary, table), figures or {}),
     }
     return [_write(Path(folder) / name, text) for name, text in texts.items()]
 
 
-def report_markdown(document: Document, table: Layout) -> str:
-    """The whole report as Markdown."""
-    parts = [f"# {document['name']}", *[f"> {one}" for one in statements(document, table)]]
-    parts += ["## Scores", legend(document), markdown(table)]
-    parts += ["## How sure the relative scores are", certainty(document, table)]
-    parts += ["## Answers", _answers(document), "## What was run", _pairs(facts(document)), _tasks(document)]
+def write_markdown(summary: Summary, table: ReportTable) -> str:
+    """Return the complete report as Markdown."""
+    parts = [f"# {summary['name']}", *[f"> {statement}" for statement in list_statements(summary, table)]]
+    parts += ["## Scores", _legend(summary), to_markdown(table)]
+    parts += ["## Confidence intervals of relative scores", _interval_tables(summary, table)]
+    parts += ["## Answers", _answer_table(summary)]
+    facts = "\n".join(f"- {name}: {value}" for name, value in list_facts(summary).items() if value)
+    parts += ["## Configuration", facts, _task_table(summary)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def legend(document: Document) -> str:
-    """What the marks and the last column mean."""
-    best = "Best of a tier **bold**, second <u>underlined</u>, by the digits printed. "
-    where = f"the run {document['baseline_of']}" if document["baseline_of"] else "this run"
-    return (
-        f"{best}Relative: the macro-average of per-benchmark ratios to the full-token baseline of {where}. MME in "
-        "points, all others in per cent. ± is the standard deviation over seeds."
-    )
-
-
-def caption(document: Document, table: Layout) -> str:
-    """The caption of the LaTeX table."""
-    saes = ", ".join(document["run"].get("saes", {})) or "none"
+def write_caption(summary: Summary, table: ReportTable) -> str:
+    """Return the caption of the LaTeX table."""
+    saes = ", ".join(summary["run"].get("saes", {})) or "none"
     text = (
-        f"Performance comparison on {document['run']['model']} across {len(document['columns'])} benchmarks. SAE: "
+        f"Performance comparison on {summary['run']['model']} across {len(summary['columns'])} benchmarks. SAE: "
         f"{saes}. Best per tier in bold, second-best underlined. Relative is the macro-average of per-benchmark ratios "
         "against our own full-token baseline."
     )
     if table.papers:
-        text += " Rows in grey are the figures printed in the paper, which were not measured here."
-    return text if document["progress"]["whole"] else f"{text} Preliminary: the run is not finished."
+        text += " Rows in gray are the figures printed in the paper, which were not measured here."
+    return text if summary["progress"]["whole"] else f"{text} Preliminary: the run is not finished."
 
 
-def statements(document: Document, table: Layout) -> list[str]:
-    """What a reader must know before the figures."""
-    told: list[str] = []
-    progress = document["progress"]
+def list_statements(summary: Summary, table: ReportTable) -> list[str]:
+    """Return the notes that a reader needs before the figures."""
+    statements: list[str] = []
+    progress = summary["progress"]
     if not progress["whole"]:
-        waits = " The tiers of matched length have not begun." if progress["waits_for_budgets"] else ""
-        told.append(
-            f"**Not finished**: {progress['answers']:,} of {progress['of']:,} answers are there.{waits} A figure with "
-            "* is over the questions answered so far, its ratio to the baseline over the same ones."
+        waits = " The tiers of matched length have not started." if progress["waits_for_budgets"] else ""
+        statements.append(
+            f"**Not finished**: {progress['answers']:,} of {progress['of']:,} answers.{waits} A score with * covers "
+            "the questions answered so far, and its ratio uses the baseline on the same questions."
         )
-    told += [column["note"] for column in document["columns"] if column["note"]]
-    left = sorted({task for row in rows_of(document) for task in (row["relative"] or {}).get("left_out", ())})
-    fewer = "A figure over fewer than the paper's nine benchmarks cannot be set beside its own."
-    if left:
-        told.append(
-            f"Relative scores leave out {', '.join(left)} where there is no score, or the baseline's is 0. {fewer}"
+    statements += [column["note"] for column in summary["columns"] if column["note"]]
+    left_out = sorted({task for row in iter_rows(summary) for task in (row["relative"] or {}).get("left_out", ())})
+    warning = "Relative scores over fewer than the paper's nine benchmarks are not comparable with the paper's."
+    tasks = [column["task"] for column in summary["columns"]]
+    if left_out:
+        statements.append(
+            f"Relative scores leave out {', '.join(left_out)} if a score is missing or the baseline scores 0. {warning}"
         )
-    elif {column["task"] for column in document["columns"]} != set(BENCHMARKS):
-        tasks = [column["task"] for column in document["columns"]]
+    elif set(tasks) != set(BENCHMARKS):
         shared = sum(task in BENCHMARKS for task in tasks)
-        told.append(f"Relative scores are over {len(tasks)} task(s), {shared} among the paper's nine. {fewer}")
-    if document["run"].get("limit"):
-        told.append(f"Each task was cut to {document['run']['limit']:,} questions, drawn at random.")
+        statements.append(f"Relative scores cover {len(tasks)} task(s), {shared} of the paper's nine. {warning}")
+    if summary["run"].get("limit"):
+        statements.append(f"Each task is limited to {summary['run']['limit']:,} randomly drawn questions.")
     if table.papers:
-        named = "; ".join(f"{one.model}, {one.sae}, {one.setting}" for one in table.papers)
-        told.append(
-            f"Rows marked *the paper* are figures printed in it ({named}). They were not measured here, and their "
-            "harness, prompts and baseline may differ."
+        names = "; ".join(f"{paper.model}, {paper.sae}, {paper.setting}" for paper in table.papers)
+        statements.append(
+            f"Rows marked *the paper* are figures printed in the paper ({names}). They were not measured here, and "
+            "their harness, prompts and baseline may differ."
         )
-    return [*told, *document["notes"]]
+    return [*statements, *summary["notes"]]
 
 
-def facts(document: Document) -> dict[str, str]:
-    """What was run, in words."""
-    run = document["run"]
-    saes = [f"{label} ({_about(about)})" if _about(about) else label for label, about in run.get("saes", {}).items()]
+def list_facts(summary: Summary) -> dict[str, str]:
+    """Return the configuration of the run as texts; empty ones are unknown."""
+    run = summary["run"]
     hardware = [f"{name} {value}" for name, value in run.get("hardware", {}).items() if value not in (None, "")]
-    baseline = document["baseline"] or {}
-    said = baseline.get("relative") is not None
+    versions = {"torino": run["torino"]} | run["versions"]
     return {
         "Model": f"{run['model']} ({run['family']})" if run.get("family") else str(run["model"]),
-        "SAE": "; ".join(saes) or "none",
+        "SAE": "; ".join(_describe_sae(label, sae) for label, sae in run.get("saes", {}).items()) or "none",
         "Harness": ", ".join(dict.fromkeys(str(task["harness"]) for task in run["tasks"])),
         "Prompts": ", ".join(dict.fromkeys(str(task["prompts"]) for task in run["tasks"])),
         "Padding": str(run.get("padding", "")),
         "Positions": str(run.get("positions", "")),
-        "Mass": {None: "own", True: "tokens are attended to as all the patches they stand for"}.get(
-            run.get("mass", False), "none"
-        ),
-        "Baseline": (
-            f"all {baseline.get('before') or 0:.0f} tokens, "
-            + (f"answered in the run {document['baseline_of']}" if document["baseline_of"] else "answered in this run")
-        )
-        if said
-        else "none yet",
+        "Attention": str(run.get("attention", "")),
+        "Baseline": _describe_baseline(summary),
         "Intervals": (
-            f"{document['level']:.0%}, bootstrap over {document['by']}s, {document['draws']:,} draws; p-values from "
-            "exchanging answers, two-sided, each for one comparison"
+            f"{summary['level']:.0%}, bootstrap over {summary['by']}s, {summary['draws']:,} resamples; two-sided "
+            "p-values from paired permutation tests, not corrected for multiple comparisons"
         ),
-        "Versions": ", ".join(
-            f"{name} {value}" for name, value in ({"torino": run["torino"]} | run["versions"]).items()
-        ),
+        "Versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
         "Hardware": ", ".join(hardware),
-        "Begun": str(run.get("created", "")),
+        "Started": str(run.get("created", "")),
     }
 
 
-def certainty(document: Document, table: Layout) -> str:
-    """Relative scores with their intervals and differences, a table a tier."""
+def _legend(summary: Summary) -> str:
+    """Explain the marks and the last column of the table."""
+    run = f"the run {summary['baseline_of']}" if summary["baseline_of"] else "this run"
+    return (
+        "Best of a tier **bold**, second <u>underlined</u>, by the printed digits. Relative: the macro-average of "
+        f"per-benchmark ratios to the full-token baseline of {run}. MME in points, all others in percent. ± is the "
+        "standard deviation over seeds."
+    )
+
+
+def _describe_sae(label: str, sae: Mapping[str, Any]) -> str:
+    latents = sae.get("latents")
+    parts = [str(sae.get("name") or ""), str(sae.get("kind") or ""), f"{latents:,} latents" if latents else ""]
+    description = ", ".join(part for part in parts if part)
+    return f"{label} ({description})" if description else label
+
+
+def _describe_baseline(summary: Summary) -> str:
+    baseline = summary["baseline"] or {}
+    if baseline.get("relative") is None:
+        return "none yet"
+    run = f"the run {summary['baseline_of']}" if summary["baseline_of"] else "this run"
+    return f"all {baseline.get('before') or 0:.0f} tokens, answered in {run}"
+
+
+def _interval_tables(summary: Summary, table: ReportTable) -> str:
+    """Format relative scores with their intervals and differences, one table per tier."""
     parts: list[str] = []
-    level = f"{document['level']:.0%}"
-    for block in table.blocks:
-        lines = [line for line in block.lines if line.row is not None and line.row["relative"] is not None]
-        if block.tier == "full" or not lines:
+    for tier in table.tiers:
+        rows = [(item.label, item.row) for item in tier.rows if item.row is not None and item.row["relative"]]
+        if tier.tier == "full" or not rows:
             continue
-        heads = ["Method", "Tokens, mean", "10th–90th percentile", "Relative", f"{level} interval"]
-        heads += [f"Difference to {block.versus}", "p"] if block.versus else []
-        rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
-        for line in lines:
-            row = line.row or {}
-            told = row["relative"]
-            cells = [line.label, tokens_text(row), spread(row), f"{told['value']:.2f}", bounds(told)]
-            if block.versus:
-                apart = row["versus"]
-                cells += ["", ""] if apart is None else [f"{apart['value']:+.2f} {bounds(apart)}", p_text(apart["p"])]
-            rows.append(cells)
-        parts.append(f"**{block.heading}**\n\n" + _grid(rows))
+        headings = ["Method", "Tokens, mean", "10th–90th percentile", "Relative", f"{summary['level']:.0%} interval"]
+        headings += [f"Difference to {tier.versus}", "p"] if tier.versus else []
+        lines = [headings, ["---", *["---:"] * (len(headings) - 1)]]
+        for label, row in rows:
+            relative = row["relative"]
+            cells = [label, format_tokens(row), _format_spread(row), f"{relative['value']:.2f}", _bounds(relative)]
+            if tier.versus:
+                difference = row["versus"]
+                cells += (
+                    ["", ""]
+                    if difference is None
+                    else [f"{difference['value']:+.2f} {_bounds(difference)}", format_p(difference["p"])]
+                )
+            lines.append(cells)
+        parts.append(f"**{tier.heading}**\n\n{markdown_grid(lines)}")
     return "\n\n".join(parts)
 
 
-def spread(row: Mapping[str, Any]) -> str:
-    """The middle 80 per cent of images: the mean over tasks of their 10th and 90th percentile."""
+def _format_spread(row: Mapping[str, Any]) -> str:
+    """Format the 10th and 90th percentile of the tokens per image, averaged over tasks."""
     tasks = list(row["tokens_by_task"].values())
     if not tasks:
         return "–"
@@ -198,67 +206,41 @@ def spread(row: Mapping[str, Any]) -> str:
     return f"{low:.0f}–{high:.0f}"
 
 
-def bounds(told: Mapping[str, Any]) -> str:
-    """An interval as text."""
-    return "" if told["low"] is None else f"[{told['low']:.2f}, {told['high']:.2f}]"
+def _bounds(interval: Mapping[str, Any]) -> str:
+    return "" if interval["low"] is None else f"[{interval['low']:.2f}, {interval['high']:.2f}]"
 
 
-def p_text(p: float) -> str:
-    """A p-value; never 0.
-
-    Examples
-    --------
-    >>> p_text(0.00009), p_text(0.0421)
-    ('<0.001', '0.042')
-    """
-    return "<0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def _answers(document: Document) -> str:
-    """Answers that failed or could not be read, where there are any."""
-    rows = [["Tier", "Method", "Answers", "Failed", "Unparsed", "Not answered"], ["---", "---", *["---:"] * 4]]
-    for row in rows_of(document):
-        counts = totals(row)
-        if counts["failed"] or counts["unparsed"] or unfinished(row):
-            rows.append([row["tier"], row["label"], *(f"{counts[name]:,}" for name in counts)])
-    skipped = {task["task"]: task.get("skipped_rows", 0) for task in document["run"]["tasks"]}
-    lost = [f"{name}: {count:,}" for name, count in skipped.items() if count]
-    tail = f"\n\nRows of the tasks' files that could not be used: {', '.join(lost)}." if lost else ""
-    if len(rows) == 2:
-        return "Every question was answered, and every answer could be read." + tail
-    return "All of these count as wrong, but for what is not answered yet.\n\n" + _grid(rows) + tail
+def _answer_table(summary: Summary) -> str:
+    """Format the counts of answers that failed, could not be parsed or are missing, if there are any."""
+    lines = [["Tier", "Method", "Answers", "Failed", "Unparsed", "Not answered"], ["---", "---", *["---:"] * 4]]
+    for row in iter_rows(summary):
+        counts = _count_answers(row)
+        if counts["failed"] or counts["unparsed"] or is_incomplete(row):
+            lines.append([row["tier"], row["label"], *(f"{counts[name]:,}" for name in counts)])
+    skipped = {task["task"]: task.get("skipped_rows", 0) for task in summary["run"]["tasks"]}
+    problems = [f"{name}: {count:,}" for name, count in skipped.items() if count]
+    tail = f"\n\nSkipped rows of the tasks' files: {', '.join(problems)}." if problems else ""
+    if len(lines) == 2:
+        return "All questions were answered, and all answers could be parsed." + tail
+    return f"Failed and unparsed answers count as wrong.\n\n{markdown_grid(lines)}{tail}"
 
 
-def totals(row: Mapping[str, Any]) -> dict[str, int]:
-    """Answers of a row over all tasks."""
+def _count_answers(row: Mapping[str, Any]) -> dict[str, int]:
+    """Return the counts of answers of a row over all tasks."""
     scores = list(row["scores"].values())
-    summed = {
+    counts = {
         name: sum(score["counts"].get(name, 0) for score in scores) for name in ("answered", "failed", "unparsed")
     }
-    return summed | {"missing": sum(score["of"] - score["questions"] for score in scores)}
+    return counts | {"missing": sum(score["of"] - score["questions"] for score in scores)}
 
 
-def _tasks(document: Document) -> str:
-    rows = [["Task", "File", "Fingerprint", "Samples", "Metric", "Prompt"], ["---"] * 6]
-    for task in document["run"]["tasks"]:
+def _task_table(summary: Summary) -> str:
+    lines = [["Task", "File", "Fingerprint", "Samples", "Metric", "Prompt"], ["---"] * 6]
+    for task in summary["run"]["tasks"]:
         prompt = str(task["prompt"]).replace("\n", " ⏎ ").replace("|", "\\|")
-        print_, metric = str(task["fingerprint"])[:16], str(task["metric"])
-        rows.append([task["task"], task["file"], f"`{print_}`", f"{task['samples']:,}", metric, prompt])
-    return _grid(rows)
-
-
-def _about(about: Mapping[str, Any]) -> str:
-    latents = about.get("latents")
-    told = [str(about.get("name") or ""), str(about.get("kind") or ""), f"{latents:,} latents" if latents else ""]
-    return ", ".join(one for one in told if one)
-
-
-def _pairs(told: Mapping[str, str]) -> str:
-    return "\n".join(f"- {name}: {value}" for name, value in told.items() if value)
-
-
-def _grid(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        fingerprint = f"`{str(task['fingerprint'])[:16]}`"
+        lines.append([task["task"], task["file"], fingerprint, f"{task['samples']:,}", str(task["metric"]), prompt])
+    return markdown_grid(lines)
 
 
 def _write(path: Path, text: str) -> Path:

@@ -1,6 +1,6 @@
-"""Measuring a run: everything that a report or a figure says about it, as one document for ``scores.json``.
+"""Summarize a run: everything that reports and figures show, stored in ``scores.json``.
 
-The document is JSON alone: a report can be made of it again where neither the answers nor the data are at hand.
+The summary consists of JSON values only, so a report can be written again without the answers and the data.
 """
 
 from __future__ import annotations
@@ -16,280 +16,279 @@ import numpy as np
 
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import read_json, write_json
-from torino.evaluation.benchmarks import benchmark_of
+from torino.evaluation.benchmarks import find_benchmark
 from torino.evaluation.judge import Grader
-from torino.evaluation.protocol import NO_SAE, PAIRED, Setting
+from torino.evaluation.protocol import KD_METHODS, NO_SAE, Setting
 from torino.evaluation.results import SETTINGS, Run, open_run
 from torino.evaluation.scoring import Score, ScoreStats
 from torino.evaluation.statistics import (
     DRAWS,
     LEVEL,
     Interval,
-    OverSeeds,
-    difference,
-    interval,
-    over_seeds,
+    SeedInterval,
     relative_difference,
     relative_interval,
-    relative_over_seeds,
+    relative_seed_interval,
+    score_difference,
+    score_interval,
+    seed_interval,
 )
 from torino.evaluation.tasks import Task
 
 FORMAT = "torino-scores/1"
 SCORES = "scores.json"
-By = Literal["question", "image"]
-Document = dict[str, Any]
+ResampleBy = Literal["question", "image"]
+Summary = dict[str, Any]
 Answers = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+"""Rows by task and setting."""
 
 
-def measure(
+def summarize(
     run: Run,
     data: str | Path | None = None,
     *,
     tasks: Mapping[str, Task] | None = None,
     judge: Grader | None = None,
     versus: str | None = None,
-    by: By = "question",
+    by: ResampleBy = "question",
     baseline_of: str | Path | None = None,
     draws: int = DRAWS,
     level: float = LEVEL,
-) -> Document:
-    """Score a run, as far as it has come.
+) -> Summary:
+    """Score a run, which may be unfinished.
 
-    A method that has not answered all questions of a task is scored on those it has, and set in relation to the
-    baseline on the same ones.
+    A method that has not answered all questions of a task is scored on those it has answered, relative to the baseline
+    on the same questions.
 
     Parameters
     ----------
     run : Run
     data : path, optional
-        Folder of the tasks' files; by default where they were.
+        Folder of the tasks' files; by default the recorded one.
     tasks : mapping of name to Task, optional
-        Where they are open already.
+        The tasks of the run, if they are open already.
     judge : Grader, optional
-        For tasks that are graded.
+        For tasks with graded answers.
     versus : str, optional
         Method, label or id of the setting that all others are compared with; by default TORINO-M of the same tier.
     by : {"question", "image"}
-        What the bootstrap draws.
+        What the bootstrap resamples.
     baseline_of : path, optional
         Another run over the same tasks whose full-token answers are the baseline.
     draws, level
-        Of the bootstrap.
+        Number of resamples and level of the intervals.
     """
     if by not in ("question", "image"):
         raise BadParameter(f"by must be question or image, got {by!r}.")
     answers = group_answers(run)
     opened = run.open_tasks(data) if tasks is None else dict(tasks)
-    marks = _Marks(run, opened, answers, judge, by, {"draws": draws, "level": level})
+    scorer = _RunScorer(run, opened, answers, judge, by, {"draws": draws, "level": level})
     if baseline_of is not None:
-        marks.borrow(open_run(baseline_of))
-    rows = [marks.row(settings) for settings in _families(run.settings.values())]
-    document = _document(run, rows, answers)
-    document |= {"by": by, "draws": draws, "level": level}
-    document["baseline_of"] = None if baseline_of is None else Path(baseline_of).name
-    for column in document["columns"]:
-        column["note"] = marks.notes.get(column["task"], "")
-    _compare(marks, document, versus)
-    return _plain(document)
+        scorer.use_baseline(open_run(baseline_of))
+    rows = [scorer.row(settings) for settings in _group_seeds(run.settings.values())]
+    summary = _build_summary(run, rows, answers)
+    summary |= {"by": by, "draws": draws, "level": level}
+    summary["baseline_of"] = None if baseline_of is None else Path(baseline_of).name
+    for column in summary["columns"]:
+        column["note"] = scorer.notes.get(column["task"], "")
+    _compare(scorer, summary, versus)
+    return _to_json(summary)
 
 
-def counts_only(run: Run) -> Document:
-    """The document without scores: what the answers alone say of tokens and times."""
+def summarize_counts(run: Run) -> Summary:
+    """Summarize a run without scores: token counts and times."""
     answers = group_answers(run)
-    rows = [describe(run, settings, answers) for settings in _families(run.settings.values())]
-    return _plain(_document(run, rows, answers) | {"scored": False})
+    rows = [describe_settings(run, settings, answers) for settings in _group_seeds(run.settings.values())]
+    return _to_json(_build_summary(run, rows, answers) | {"scored": False})
 
 
-def document_of(run: Run, data: str | Path | None = None, **options: Any) -> Document:
-    """Measure a run, or read what was measured where the tasks' files are gone; keeps it in ``scores.json``."""
-    kept = run.folder / SCORES
+def summarize_and_save(run: Run, data: str | Path | None = None, **options: Any) -> Summary:
+    """Summarize a run and save ``scores.json``; if the tasks' files are missing, read the saved one instead."""
+    file = run.folder / SCORES
     try:
         tasks = run.open_tasks(data)
     except BadFile as error:
-        if data is not None or not kept.is_file():
+        if data is not None or not file.is_file():
             raise
-        document = read_scores(kept)
-        late = "" if document["answers"]["bytes"] == _size(run) else "; it has more now"
-        document["notes"].append(
-            f"Made of {SCORES}, which was measured when the run had {document['answers']['rows']:,} answers{late}, "
-            f"because the tasks could not be opened: {error}"
+        summary = read_scores(file)
+        outdated = "" if summary["answers"]["bytes"] == _answer_bytes(run) else "; the run has more answers now"
+        summary["notes"].append(
+            f"Read from {SCORES}, which covers {summary['answers']['rows']:,} answers{outdated}, because the tasks "
+            f"could not be opened: {error}"
         )
-        return document
-    document = measure(run, tasks=tasks, **options)
-    write_json(kept, document)
-    return document
+        return summary
+    summary = summarize(run, tasks=tasks, **options)
+    write_json(file, summary)
+    return summary
 
 
-def known_document(run: Run) -> Document:
-    """For figures: ``scores.json`` where it is up to date, else measured, else without scores."""
-    kept = run.folder / SCORES
-    if kept.is_file():
-        document = read_scores(kept)
-        if document["answers"]["bytes"] == _size(run):
-            return document
+def load_summary(run: Run) -> Summary:
+    """Return ``scores.json`` if it is up to date, else summarize the run, without scores if data is missing."""
+    file = run.folder / SCORES
+    if file.is_file():
+        summary = read_scores(file)
+        if summary["answers"]["bytes"] == _answer_bytes(run):
+            return summary
     try:
-        return document_of(run)
+        return summarize_and_save(run)
     except BadFile:
-        return counts_only(run)
+        return summarize_counts(run)
 
 
-def read_scores(path: str | Path) -> Document:
+def read_scores(path: str | Path) -> Summary:
     """Read ``scores.json``."""
-    document = read_json(path)
-    if document.get("format") != FORMAT:
-        raise BadFile(f"{path} is of format {document.get('format')!r}, and this torino reads {FORMAT!r}.")
-    return document
+    summary = read_json(path)
+    if summary.get("format") != FORMAT:
+        raise BadFile(f"{path} has the format {summary.get('format')!r}; this torino reads {FORMAT!r}.")
+    return summary
 
 
 def group_answers(run: Run) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Answers by task and setting."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """Return the answers by task and setting."""
+    answers: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in run.rows():
-        found.setdefault((row["task"], row["setting"]), []).append(row)
-    return found
+        answers.setdefault((row["task"], row["setting"]), []).append(row)
+    return answers
 
 
-def display(setting: Setting, several: bool = False) -> str:
-    """Name of a setting in tables, as the paper writes it: TORINO_FB-M has a budget, TORINO-M none."""
-    label = setting.label.removesuffix("_FB")
-    if setting.method in PAIRED and setting.budget is not None:
-        label = label.replace("TORINO-", "TORINO_FB-")
-    if setting.sae is not None and several:
+def display_name(setting: Setting, several_saes: bool = False) -> str:
+    """Return the name of a setting in tables, as in the paper: TORINO_FB-M has a budget, TORINO-M has none."""
+    label = setting.label
+    if setting.method in KD_METHODS:
+        label = label.replace("_FB", "", 1)
+        if setting.budget is not None:
+            label = label.replace("TORINO-", "TORINO_FB-", 1)
+    if setting.sae is not None and several_saes:
         label += " (no SAE)" if setting.sae == NO_SAE else f" ({setting.sae})"
     return label
 
 
-def describe(run: Run, settings: Sequence[Setting], answers: Answers) -> dict[str, Any]:
-    """What is known of settings that differ in their seed alone, without scores."""
-    one = settings[0]
-    several = len({setting.sae for setting in run.settings.values() if setting.sae is not None}) > 1
-    by_task = {task: _tokens([row for s in settings for row in answers.get((task, s.id), ())]) for task in run.tasks}
-    by_task = {task: facts for task, facts in by_task.items() if facts}
-    plans = [
-        row["seconds"]["plan"]
-        for s in settings
-        for task in run.tasks
-        for row in answers.get((task, s.id), ())
-        if "plan" in row.get("seconds", {})
+def describe_settings(run: Run, settings: Sequence[Setting], answers: Answers) -> dict[str, Any]:
+    """Describe settings that differ only in their seed, without scores."""
+    first = settings[0]
+    several_saes = len({setting.sae for setting in run.settings.values() if setting.sae is not None}) > 1
+    rows = {task: [row for item in settings for row in answers.get((task, item.id), ())] for task in run.tasks}
+    by_task = {task: counts for task in run.tasks if (counts := _count_tokens(rows[task]))}
+    plan_seconds = [
+        row["seconds"]["plan"] for task in run.tasks for row in rows[task] if "plan" in row.get("seconds", {})
     ]
-    facts: dict[str, Any] = {
+    return {
         "ids": [setting.id for setting in settings],
-        "label": display(one, several),
-        "method": one.method,
-        "spec": one.spec if len(settings) == 1 else re.sub(r",?\s*seed=\d+", "", one.spec),
-        "sae": one.sae,
-        "tier": one.tier,
-        "dynamic": one.dynamic,
-        "reference": one.reference,
-        "budget": one.budget,
+        "label": display_name(first, several_saes),
+        "method": first.method,
+        "spec": first.spec if len(settings) == 1 else _without_seed(first.spec),
+        "sae": first.sae,
+        "tier": first.tier,
+        "dynamic": first.dynamic,
+        "reference": first.reference,
+        "budget": first.budget,
         "seeds": len(settings),
-        "tokens": _mean(by_task[task]["mean"] for task in by_task),
-        "before": _mean(by_task[task]["before"] for task in by_task),
-        "removed": _mean(by_task[task]["removed"]["mean"] for task in by_task),
+        "tokens": _mean(counts["mean"] for counts in by_task.values()),
+        "before": _mean(counts["before"] for counts in by_task.values()),
+        "removed": _mean(counts["removed"]["mean"] for counts in by_task.values()),
         "tokens_by_task": by_task,
-        "plan_ms": 1000 * _mean(plans),
+        "plan_ms": 1000 * _mean(plan_seconds),
         "scores": {},
         "relative": None,
         "versus": None,
     }
-    return facts
 
 
 @dataclass
-class _Marks:
-    """Scores of a run, each made once."""
+class _RunScorer:
+    """Computes the scores of a run, each once."""
 
     run: Run
     tasks: dict[str, Task]
     answers: Answers
     judge: Grader | None
-    by: By
-    draw: dict[str, Any]
+    by: ResampleBy
+    bootstrap: dict[str, Any]
     notes: dict[str, str] = field(default_factory=dict[str, str])
-    _made: dict[tuple[str, str, frozenset[str]], Score] = field(default_factory=dict[Any, Score])
-    _other: Answers | None = None
+    _scores: dict[tuple[str, str, frozenset[str]], Score] = field(default_factory=dict[Any, Score])
+    _baseline: Answers | None = None
 
-    def borrow(self, other: Run) -> None:
-        """Take the full-token answers of another run."""
-        prints = {task["task"]: task["fingerprint"] for task in other.facts["tasks"]}
-        for task in self.run.facts["tasks"]:
-            if prints.get(task["task"]) != task["fingerprint"]:
+    def use_baseline(self, other: Run) -> None:
+        """Use the full-token answers of another run."""
+        fingerprints = {task["task"]: task["fingerprint"] for task in other.metadata["tasks"]}
+        for task in self.run.metadata["tasks"]:
+            if fingerprints.get(task["task"]) != task["fingerprint"]:
                 raise BadParameter(
-                    f"{other.folder} was not asked {task['task']} of the same file, so it has no baseline for this run."
+                    f"{other.folder} has no answers to {task['task']} with the same file, so it cannot be the baseline "
+                    "of this run."
                 )
-        self._other = group_answers(other)
+        self._baseline = group_answers(other)
 
     def rows(self, task: str, setting: str) -> Sequence[Mapping[str, Any]]:
-        source = self._other if self._other is not None and setting == "full" else self.answers
+        source = self._baseline if self._baseline is not None and setting == "full" else self.answers
         return source.get((task, setting), ())
 
     def answered(self, task: str, settings: Iterable[str]) -> frozenset[str]:
-        """Questions that all of these have answered, whole groups only."""
+        """Return the questions that all settings have answered, complete groups only."""
         samples = self.tasks[task].samples
-        common = {one.index for one in samples}
+        common = {sample.index for sample in samples}
         for setting in settings:
             common &= {str(row["index"]) for row in self.rows(task, setting)}
-        waiting = {one.group for one in samples if one.index not in common}
-        return frozenset(one.index for one in samples if one.group not in waiting)
+        incomplete = {sample.group for sample in samples if sample.index not in common}
+        return frozenset(sample.index for sample in samples if sample.group not in incomplete)
 
     def score(self, task: str, setting: str, within: frozenset[str]) -> Score:
+        """Score a setting on some of the questions of a task."""
         key = (task, setting, within)
-        if key not in self._made:
-            whole = self.tasks[task]
-            cut = whole
-            if len(within) < len(whole):
-                cut = replace(whole, samples=tuple(one for one in whole.samples if one.index in within))
+        if key not in self._scores:
+            part = self.tasks[task]
+            if len(within) < len(part):
+                part = replace(part, samples=tuple(sample for sample in part.samples if sample.index in within))
             rows = [row for row in self.rows(task, setting) if str(row["index"]) in within]
-            self._made[key] = cut.score(rows, self.judge)
-            if self._made[key].note:
-                self.notes[task] = self._made[key].note
-        return self._made[key]
+            self._scores[key] = part.score(rows, self.judge)
+            if self._scores[key].note:
+                self.notes[task] = self._scores[key].note
+        return self._scores[key]
 
-    def tally(self, task: str, setting: str, within: frozenset[str]) -> ScoreStats:
+    def stats(self, task: str, setting: str, within: frozenset[str]) -> ScoreStats:
         score = self.score(task, setting, within)
-        return score.by_image() if self.by == "image" else score.tally
+        return score.by_image() if self.by == "image" else score.stats
 
-    def pairs(self, settings: Sequence[str]) -> dict[str, frozenset[str]]:
-        """Tasks on which these settings and the baseline can be set in relation, and on which questions."""
-        found: dict[str, frozenset[str]] = {}
+    def comparable(self, settings: Sequence[str]) -> dict[str, frozenset[str]]:
+        """Return the tasks, with their questions, on which settings have a relative score."""
+        tasks: dict[str, frozenset[str]] = {}
         for task in self.tasks:
             within = self.answered(task, [*settings, "full"])
-            if within and self.score(task, "full", within).value > 0:  # NaN is not
-                found[task] = within
-        return found
+            if within and self.score(task, "full", within).value > 0:  # False for NaN
+                tasks[task] = within
+        return tasks
 
     def row(self, settings: Sequence[Setting]) -> dict[str, Any]:
-        """Scores of settings that differ in their seed alone."""
-        facts = describe(self.run, settings, self.answers)
+        """Score settings that differ only in their seed."""
+        row = describe_settings(self.run, settings, self.answers)
         ids = [setting.id for setting in settings]
         for task in self.tasks:
             within = self.answered(task, ids)
             if within:
-                facts["scores"][task] = self._cell(task, ids, within)
-        pairs = self.pairs(ids)
-        if pairs:
-            below = {task: self.tally(task, "full", within) for task, within in pairs.items()}
-            runs = [{task: self.tally(task, one, within) for task, within in pairs.items()} for one in ids]
-            found = (
-                relative_over_seeds(runs, below, **self.draw)
+                row["scores"][task] = self._score_entry(task, ids, within)
+        tasks = self.comparable(ids)
+        if tasks:
+            baseline = {task: self.stats(task, "full", within) for task, within in tasks.items()}
+            runs = [{task: self.stats(task, item, within) for task, within in tasks.items()} for item in ids]
+            interval = (
+                relative_seed_interval(runs, baseline, **self.bootstrap)
                 if len(runs) > 1
-                else relative_interval(runs[0], below, **self.draw)
+                else relative_interval(runs[0], baseline, **self.bootstrap)
             )
-            facts["relative"] = _interval(found) | {
-                "ratios": {
-                    task: 100 * float(np.mean([one[task].value for one in runs])) / below[task].value for task in pairs
-                },
-                "left_out": [task for task in self.tasks if task not in pairs],
+            ratios = {
+                task: 100 * float(np.mean([stats[task].value for stats in runs])) / baseline[task].value
+                for task in tasks
             }
-        return facts
+            left_out = [task for task in self.tasks if task not in tasks]
+            row["relative"] = _interval_values(interval) | {"ratios": ratios, "left_out": left_out}
+        return row
 
-    def _cell(self, task: str, ids: Sequence[str], within: frozenset[str]) -> dict[str, Any]:
-        scores = [self.score(task, one, within) for one in ids]
+    def _score_entry(self, task: str, ids: Sequence[str], within: frozenset[str]) -> dict[str, Any]:
+        scores = [self.score(task, item, within) for item in ids]
         counts = [score.counts for score in scores]
-        facts: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "metric": scores[0].metric,
-            "counts": {name: sum(one.get(name, 0) for one in counts) for name in dict.fromkeys(counts[0])},
+            "counts": {name: sum(item.get(name, 0) for item in counts) for name in dict.fromkeys(counts[0])},
             "of": len(self.tasks[task]),
             "questions": len(within),
             "parts": {
@@ -299,177 +298,174 @@ class _Marks:
             "note": scores[0].note,
         }
         if any(math.isnan(score.value) for score in scores):
-            return facts | {"value": None}
-        tallies = [self.tally(task, one, within) for one in ids]
-        found = over_seeds(tallies, **self.draw) if len(tallies) > 1 else interval(tallies[0], **self.draw)
-        return facts | _interval(found)
+            return entry | {"value": None}
+        stats = [self.stats(task, item, within) for item in ids]
+        if len(stats) > 1:
+            return entry | _interval_values(seed_interval(stats, **self.bootstrap))
+        return entry | _interval_values(score_interval(stats[0], **self.bootstrap))
 
-    def apart(self, ids: Sequence[str], others: Sequence[str]) -> dict[str, Any] | None:
-        """The difference to other settings, on the questions that both have answered; seeds are averaged."""
+    def difference(self, ids: Sequence[str], others: Sequence[str]) -> dict[str, Any] | None:
+        """Compare settings with others on the questions that both have answered; seeds are averaged."""
         tasks: dict[str, Any] = {}
         first: dict[str, ScoreStats] = {}
         second: dict[str, ScoreStats] = {}
-        below: dict[str, ScoreStats] = {}
-        for task, within in self.pairs([*ids, *others]).items():
-            first[task] = _mean_tally([self.tally(task, one, within) for one in ids])
-            second[task] = _mean_tally([self.tally(task, one, within) for one in others])
-            below[task] = self.tally(task, "full", within)
-            found = difference(first[task], second[task], **self.draw)
-            tasks[task] = _interval(found) | {"p": found.p}
+        baseline: dict[str, ScoreStats] = {}
+        for task, within in self.comparable([*ids, *others]).items():
+            first[task] = _mean_stats([self.stats(task, item, within) for item in ids])
+            second[task] = _mean_stats([self.stats(task, item, within) for item in others])
+            baseline[task] = self.stats(task, "full", within)
+            result = score_difference(first[task], second[task], **self.bootstrap)
+            tasks[task] = _interval_values(result) | {"p": result.p}
         if not tasks:
             return None
-        whole = relative_difference(first, second, below, **self.draw)
-        return _interval(whole) | {"p": whole.p, "tasks": tasks}
+        total = relative_difference(first, second, baseline, **self.bootstrap)
+        return _interval_values(total) | {"p": total.p, "tasks": tasks}
 
 
 def _progress(run: Run, answers: Answers) -> dict[str, Any]:
-    """How far the run has come."""
-    there = sum(len({str(row["index"]) for row in rows}) for rows in answers.values())
-    waits = any(one.reference for one in run.settings.values()) and run.facts.get("matched", True)
+    """Return how many answers the run has, and how many it will have."""
+    count = sum(len({str(row["index"]) for row in rows}) for rows in answers.values())
+    waits = any(setting.reference for setting in run.settings.values()) and run.metadata.get("matched", True)
     waits = waits and not (run.folder / SETTINGS).is_file()
-    wanted = sum(int(task["samples"]) for task in run.facts["tasks"]) * len(run.settings)
-    return {"answers": there, "of": wanted, "whole": there >= wanted and not waits, "waits_for_budgets": waits}
+    total = sum(int(task["samples"]) for task in run.metadata["tasks"]) * len(run.settings)
+    return {"answers": count, "of": total, "whole": count >= total and not waits, "waits_for_budgets": waits}
 
 
-def _document(run: Run, rows: list[dict[str, Any]], answers: Answers) -> Document:
+def _build_summary(run: Run, rows: list[dict[str, Any]], answers: Answers) -> Summary:
     columns: list[dict[str, Any]] = []
-    for task in run.facts["tasks"]:
-        known = benchmark_of(str(task["task"]))
-        columns.append(
-            {
-                "task": task["task"],
-                "label": known.label if known else task["task"],
-                "metric": task["metric"],
-                "note": "",
-            }
-        )
-    facts = {name: value for name, value in run.facts.items() if name not in ("settings", "format")}
-    facts["tasks"] = [{key: value for key, value in task.items() if key != "path"} for task in facts["tasks"]]
+    for task in run.metadata["tasks"]:
+        benchmark = find_benchmark(str(task["task"]))
+        label = benchmark.label if benchmark else task["task"]
+        columns.append({"task": task["task"], "label": label, "metric": task["metric"], "note": ""})
+    metadata = {name: value for name, value in run.metadata.items() if name not in ("settings", "format")}
+    metadata["tasks"] = [{key: value for key, value in task.items() if key != "path"} for task in metadata["tasks"]]
     return {
         "format": FORMAT,
         "name": run.folder.resolve().name,
-        "run": facts,
+        "run": metadata,
         "scored": True,
-        "notes": [f"Left out, though the run has answers: {', '.join(run.left_out)}."] if run.left_out else [],
-        "answers": {"rows": sum(map(len, answers.values())), "bytes": _size(run)},
+        "notes": [f"Tasks of the run that are left out here: {', '.join(run.left_out)}."] if run.left_out else [],
+        "answers": {"rows": sum(map(len, answers.values())), "bytes": _answer_bytes(run)},
         "progress": _progress(run, answers),
         "columns": columns,
         "baseline": next((row for row in rows if row["method"] == "full"), None),
-        "tiers": _tiers([row for row in rows if row["method"] != "full"]),
+        "tiers": _build_tiers([row for row in rows if row["method"] != "full"]),
         "versus": None,
     }
 
 
-def _tiers(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows by tier: dynamic ones first, each kind from many tokens to few."""
-    found: dict[str, list[dict[str, Any]]] = {}
+def _build_tiers(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Group rows by tier: dynamic tiers first, each kind from many tokens to few."""
+    by_tier: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["tier"], []).append(row)
+        by_tier.setdefault(row["tier"], []).append(row)
     tiers: list[dict[str, Any]] = []
-    for name, members in found.items():
+    for name, members in by_tier.items():
         dynamic = not name.isdecimal()
         budgets = [row["budget"] for row in members if row["budget"] is not None]
         means = [row["tokens"] for row in members if row["reference"] or not budgets]
         tokens = budgets[0] if budgets else _mean(means)
         before = _mean(row["before"] for row in members)
-        members.sort(key=_place)
+        members.sort(key=_row_order)
         removed = 100 * (1 - tokens / before)
         tiers.append({"tier": name, "dynamic": dynamic, "tokens": tokens, "removed": removed, "rows": members})
-    return sorted(tiers, key=lambda tier: (not tier["dynamic"], tier["tier"] == "own", -_number(tier["tokens"])))
+
+    def order(tier: Mapping[str, Any]) -> tuple[bool, bool, float]:
+        tokens = tier["tokens"]
+        return not tier["dynamic"], tier["tier"] == "own", math.inf if math.isnan(tokens) else -tokens
+
+    return sorted(tiers, key=order)
 
 
-def _place(row: Mapping[str, Any]) -> tuple[int, str, bool, bool]:
-    """Random first and TORINO last, P before M, as the paper has it; the rest as they were given."""
+def _row_order(row: Mapping[str, Any]) -> tuple[int, str, bool, bool]:
+    """Return a sort key: random first and TORINO last, P before M, as in the paper; the others as given."""
     if not row["method"].startswith("torino-"):
         return int(row["method"] != "random"), "", False, False
     return 2, row["sae"] or "", row["method"] != "torino-p", row["budget"] is not None
 
 
-def _compare(marks: _Marks, document: Document, versus: str | None) -> None:
-    """Set each row beside the one of its tier that ``versus`` names."""
-    wanted = (versus or "torino-m").casefold()
-    rows = [row for tier in document["tiers"] for row in tier["rows"]]
-    exact = [row for row in rows if any(wanted == one.casefold() for one in row["ids"])]
-    found = False
-    for tier in document["tiers"]:
-        named = [row for row in tier["rows"] if wanted in (row["method"].casefold(), row["label"].casefold())]
-        # a method with its own defaults comes before one whose hyperparameters were written out
-        named.sort(key=lambda row: (not row["dynamic"], row["label"].startswith(f"{row['method']}(")))
-        chosen = next(iter([*exact, *named]), None)
-        if chosen is None:
+def _compare(scorer: _RunScorer, summary: Summary, versus: str | None) -> None:
+    """Compare each row with the row of its tier that ``versus`` names."""
+    name = (versus or "torino-m").casefold()
+    rows = [row for tier in summary["tiers"] for row in tier["rows"]]
+    exact = [row for row in rows if any(name == item.casefold() for item in row["ids"])]
+    compared = False
+    for tier in summary["tiers"]:
+        matches = [row for row in tier["rows"] if name in (row["method"].casefold(), row["label"].casefold())]
+        # a method with default options is preferred to one whose label shows options, as in DivPrune(space='x')
+        matches.sort(key=lambda row: (not row["dynamic"], re.search(r"\S\(", row["label"]) is not None))
+        reference = next(iter([*exact, *matches]), None)
+        if reference is None:
             continue
-        found = True
-        tier["versus"] = chosen["label"]
+        compared = True
+        tier["versus"] = reference["label"]
         for row in tier["rows"]:
-            if row is not chosen:
-                row["versus"] = marks.apart(row["ids"], chosen["ids"])
-    if versus is not None and not found:
+            if row is not reference:
+                row["versus"] = scorer.difference(row["ids"], reference["ids"])
+    if versus is not None and not compared:
         raise BadParameter(
             f"No setting of this run is called {versus!r}. Give a method, such as visionzip, or one of: "
-            f"{', '.join(one for row in rows for one in row['ids'])}."
+            f"{', '.join(item for row in rows for item in row['ids'])}."
         )
-    document["versus"] = versus or "TORINO-M"
+    summary["versus"] = versus or "TORINO-M"
 
 
-def _families(settings: Iterable[Setting]) -> list[list[Setting]]:
-    """Settings that differ in their seed alone, together."""
-    found: dict[tuple[Any, ...], list[Setting]] = {}
-    for one in settings:
-        bare = re.sub(r",?\s*seed=\d+", "", one.spec)
-        found.setdefault((one.method, one.tier, one.sae, one.budget, one.dynamic, bare), []).append(one)
-    return list(found.values())
+def _group_seeds(settings: Iterable[Setting]) -> list[list[Setting]]:
+    """Group settings that differ only in their seed."""
+    groups: dict[tuple[Any, ...], list[Setting]] = {}
+    for item in settings:
+        key = (item.method, item.tier, item.sae, item.budget, item.dynamic, _without_seed(item.spec))
+        groups.setdefault(key, []).append(item)
+    return list(groups.values())
 
 
-def _tokens(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Tokens that the images of a task kept; seeds count as further images."""
+def _without_seed(spec: str) -> str:
+    return re.sub(r",?\s*seed=\d+", "", spec)
+
+
+def _count_tokens(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return statistics of the tokens kept per image; seeds count as further images."""
     by_image = {(row["setting"], row["image"]): row for row in rows if "error" not in row}
     if not by_image:
         return {}
     kept = np.array([row["tokens"] for row in by_image.values()], dtype=np.float64)
     before = np.array([row["before"] for row in by_image.values()], dtype=np.float64)
-    removed = 100 * (1 - kept / before)
-    return (
-        {"images": len({image for _, image in by_image}), "before": before.mean()}
-        | _spread(kept)
-        | {"removed": _spread(removed)}
-    )
+    images = len({image for _, image in by_image})
+    removed = _distribution(100 * (1 - kept / before))
+    return {"images": images, "before": before.mean()} | _distribution(kept) | {"removed": removed}
 
 
-def _spread(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
+def _distribution(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float]:
     low, middle, high = np.quantile(values, [0.1, 0.5, 0.9])
     return {"mean": values.mean(), "min": values.min(), "p10": low, "median": middle, "p90": high, "max": values.max()}
 
 
-def _mean_tally(tallies: Sequence[ScoreStats]) -> ScoreStats:
-    return replace(tallies[0], sums=np.mean([tally.sums for tally in tallies], axis=0))
+def _mean_stats(stats: Sequence[ScoreStats]) -> ScoreStats:
+    return replace(stats[0], sums=np.mean([item.sums for item in stats], axis=0))
 
 
-def _interval(found: Interval) -> dict[str, Any]:
-    told: dict[str, Any] = {"value": found.value, "low": found.low, "high": found.high}
-    if isinstance(found, OverSeeds):
-        told |= {"sd": found.sd, "values": list(found.values)}
-    return told
+def _interval_values(interval: Interval) -> dict[str, Any]:
+    values: dict[str, Any] = {"value": interval.value, "low": interval.low, "high": interval.high}
+    if isinstance(interval, SeedInterval):
+        values |= {"sd": interval.sd, "values": list(interval.values)}
+    return values
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return float(np.mean(found)) if found else math.nan
+    numbers = list(values)
+    return float(np.mean(numbers)) if numbers else math.nan
 
 
-def _number(value: float) -> float:
-    return -math.inf if math.isnan(value) else value
+def _answer_bytes(run: Run) -> int:
+    return sum(path.stat().st_size for path in run.answer_files())
 
 
-def _size(run: Run) -> int:
-    return sum(path.stat().st_size for path in run.files())
-
-
-def _plain(value: Any) -> Any:
-    """The same for JSON, which has no NaN and no NumPy."""
+def _to_json(value: Any) -> Any:
+    """Convert NumPy scalars to Python numbers, and NaN to None."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}  # type: ignore[reportUnknownMemberType]
+        return {str(key): _to_json(item) for key, item in value.items()}  # type: ignore[reportUnknownMemberType]
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,6 +1,6 @@
-"""Reading and writing SAEs in the layouts of torino, dictionary_learning, SAELens and sparsify.
+"""Read and write SAEs in the layouts of torino, dictionary_learning, SAELens and sparsify.
 
-A layout is recognised by the names of its tensors, not by file names:
+A layout is recognized by the names of its tensors, not by file names:
 
 =====================  ==============================================================  ===================
 layout                 tensors, with C latents and width D                             settings
@@ -23,61 +23,60 @@ from typing import get_args
 import torch
 
 from torino.core.errors import BadFile, BadParameter, unknown_name
-from torino.sae.formats import dictionary_learning, saelens, sparsify
-from torino.sae.formats import native as own
-from torino.sae.formats._common import ACCEPTED, GATED, Parts, Stored
+from torino.sae.formats import dictionary_learning, native, saelens, sparsify
+from torino.sae.formats._common import ACCEPTED, GATED, CheckpointFile, SAEParts
 from torino.sae.formats.locate import locate
 from torino.sae.model import SAE, Kind
 
 __all__ = ["LAYOUTS", "read_sae", "write_sae"]
 
 LAYOUTS = ("torino", "dictionary_learning", "saelens")
-"""The layouts that :func:`write_sae` writes; sparsify is read only."""
+"""Layouts that :func:`write_sae` can write; sparsify can only be read."""
 
 
 def read_sae(source: str | Path, *, kind: Kind | None = None, decoder: bool = True) -> SAE:
     """Read an SAE from a folder, a file or a hub repository; see :meth:`SAE.load`."""
     if kind is not None and kind not in get_args(Kind):
         raise BadParameter(f"kind must be one of {', '.join(map(repr, get_args(Kind)))}, got {kind!r}.")
-    stored = Stored(locate(source))
-    sae = _reader(stored)(stored, decoder).build(stored.path, kind)
-    sae.names = own.read_names(stored, sae.latents)
-    sae.home = stored.path.parent
+    file = CheckpointFile(locate(source))
+    sae = _select_reader(file)(file, decoder).build(file.path, kind)
+    sae.names = native.read_names(file, sae.latents)
+    sae.folder = file.path.parent
     return sae
 
 
 def write_sae(sae: SAE, folder: str | Path, layout: str, dtype: torch.dtype = torch.float32) -> Path:
     """Write an SAE into ``folder`` in one of :data:`LAYOUTS`, and return the folder.
 
-    What a layout cannot express is folded into the weights where that leaves all latents as they were, up to
-    rounding, and refused otherwise. ``dtype`` is that of the two matrices, for torino's own layout only.
+    Settings that a layout does not support are folded into the weights if this changes no latent, up to rounding;
+    otherwise an error is raised. ``dtype`` is the type of the two matrices, for the torino layout only.
     """
     if layout not in LAYOUTS:
         raise unknown_name("SAE layout", layout, LAYOUTS)
     if sae.W_dec is None:
         raise BadParameter(
-            "This SAE has no decoder in memory, and a written one holds both halves. "
-            "Load it with decoder=True, then write it."
+            "This SAE has no decoder, but a file needs encoder and decoder. "
+            "Load it with decoder=True, or choose an SAE that has one."
         )
     folder = Path(folder)
     if layout == "torino":
-        return own.write(sae, folder, dtype)
+        return native.write(sae, folder, dtype)
     if dtype != torch.float32:
-        raise BadParameter(f"The {layout} layout is written in torch.float32, got {dtype}. Leave dtype out.")
+        raise BadParameter(f"dtype must be torch.float32 for the {layout} layout, got {dtype}.")
     return (dictionary_learning.write if layout == "dictionary_learning" else saelens.write)(sae, folder)
 
 
-def _reader(stored: Stored) -> Callable[[Stored, bool], Parts]:
-    """Choose the reader of a layout by its keys."""
-    keys = stored.keys
-    if own.claims(stored):
-        return own.read
+def _select_reader(file: CheckpointFile) -> Callable[[CheckpointFile, bool], SAEParts]:
+    """Select the reader of a layout by the names of the tensors."""
+    keys = file.keys
+    if native.matches(file):
+        return native.read
     if keys & GATED:
-        raise BadFile(f"{stored.path} holds a gated SAE, which torino does not read. Accepted: {ACCEPTED}.")
+        raise BadFile(f"{file.path} contains a gated SAE, which is not supported. Accepted: {ACCEPTED}.")
     if "encoder.weight" in keys:
-        bare = "decoder.weight" not in keys and stored.has("cfg.json")  # a sparsify file may leave its decoder out
-        return sparsify.read if "W_dec" in keys or bare else dictionary_learning.read
+        encoder_only = "decoder.weight" not in keys and file.has("cfg.json")  # sparsify may omit the decoder
+        return sparsify.read if "W_dec" in keys or encoder_only else dictionary_learning.read
     if "W_enc" in keys:
-        return dictionary_learning.read if dictionary_learning.claims(stored) else saelens.read
-    found = ", ".join(sorted(keys)[:12]) or "no tensors"
-    raise BadFile(f"{stored.path} is in no layout that torino knows: it holds {found}. Accepted: {ACCEPTED}.")
+        return dictionary_learning.read if dictionary_learning.matches(file) else saelens.read
+    names = ", ".join(sorted(keys)[:12]) or "no tensors"
+    raise BadFile(f"{file.path} has an unknown layout: it contains {names}. Accepted: {ACCEPTED}.")

@@ -1,4 +1,4 @@
-"""The layout of dictionary_learning: ``ae.pt`` and ``config.json``."""
+"""The dictionary_learning layout: ``ae.pt`` and ``config.json``."""
 
 from __future__ import annotations
 
@@ -15,100 +15,99 @@ from torino.core.io import read_json, write_atomic, write_json
 from torino.sae.formats._common import (
     ACCEPTED,
     CHECKPOINTS,
-    Names,
-    Parts,
-    Stored,
-    block_of,
-    card_of,
-    integers,
-    section,
-    whole,
+    CheckpointFile,
+    SAEParts,
+    TensorNames,
+    as_integer,
+    as_integers,
+    get_section,
+    make_card,
+    parse_block,
 )
 from torino.sae.model import SAE, Kind
 
-LINEAR = Names("encoder.weight", "encoder.bias", "decoder.weight", flip_dec=True)
-PARAMETER = Names(flip_enc=True)
+LINEAR = TensorNames("encoder.weight", "encoder.bias", "decoder.weight", transposed_dec=True)
+PARAMETER = TensorNames(transposed_enc=True)
 SAELENS_ONLY = frozenset({"topk_threshold", "log_threshold", "scaling_factor"})
 
-# Pach et al. leave encoder and layer out of config.json and put them into the name of the run folder.
+# Pach et al. store encoder and layer not in config.json but in the name of the run folder.
 _RUN = re.compile(r"(?P<data>[a-z0-9_]+)_activations_(?P<encoder>[^_/]+)_(?P<block>\d+)_post_mlp_residual", re.I)
 _RANDOM = re.compile(r"random_k_(\d+)")
 
 
-def claims(stored: Stored) -> bool:
-    """Tell a file with ``W_enc`` of dictionary_learning from one of SAELens, which shares most of its keys."""
-    if stored.keys & SAELENS_ONLY:
+def matches(file: CheckpointFile) -> bool:
+    """Return whether a file with ``W_enc`` is from dictionary_learning, not from SAELens, which has similar keys."""
+    if file.keys & SAELENS_ONLY:
         return False
-    if stored.keys & {"k", "group_sizes"}:
+    if file.keys & {"k", "group_sizes"}:
         return True
-    if stored.path.suffix in CHECKPOINTS:  # SAELens writes safetensors only
+    if file.path.suffix in CHECKPOINTS:  # SAELens writes safetensors only
         return True
-    return not stored.has("cfg.json") and bool(_trainer(_config(stored)))
+    return not file.has("cfg.json") and bool(_trainer(_config(file)))
 
 
-def read(stored: Stored, decoder: bool) -> Parts:
-    """Read any of the library's classes but the gated one."""
-    config = _config(stored)
+def read(file: CheckpointFile, decoder: bool) -> SAEParts:
+    """Read any class of the library except the gated one."""
+    config = _config(file)
     trainer = _trainer(config)
-    parts = (_read_parameters if "W_enc" in stored.keys else _read_linear)(stored, trainer, decoder)
-    k = stored.number("k")
-    parts.k = whole(trainer.get("k")) if k is None else int(k)
+    parts = (_read_parameters if "W_enc" in file.keys else _read_linear)(file, trainer, decoder)
+    k = file.number("k")
+    parts.k = as_integer(trainer.get("k")) if k is None else int(k)
     if parts.kind == "matryoshka":
-        parts.groups = stored.integers("group_sizes") or integers(trainer.get("group_sizes"))
-    parts.card = card_of(_path_facts(stored.path), _facts(trainer), section(config, "torino"))
+        parts.groups = file.integers("group_sizes") or as_integers(trainer.get("group_sizes"))
+    parts.card = make_card(_path_facts(file.path), _facts(trainer), get_section(config, "torino"))
     return parts
 
 
-def _read_linear(stored: Stored, trainer: dict[str, Any], decoder: bool) -> Parts:
-    """Read the classes built of nn.Linear; the name of the decoder's bias tells them apart."""
-    if "b_dec" in stored.keys:  # BatchTopKSAE and AutoEncoderTopK have the same keys
-        told = _told_kind(trainer)
-        parts = stored.parts(LINEAR, "topk" if told == "topk" else "batchtopk", decoder)
-        parts.threshold = stored.threshold(parts.W_enc.shape[0])
+def _read_linear(file: CheckpointFile, trainer: dict[str, Any], decoder: bool) -> SAEParts:
+    """Read the classes that use nn.Linear; they differ in the name of the decoder bias."""
+    if "b_dec" in file.keys:  # BatchTopKSAE and AutoEncoderTopK have the same keys
+        parts = file.parts(LINEAR, "topk" if _trainer_kind(trainer) == "topk" else "batchtopk", decoder)
+        parts.threshold = file.threshold(parts.W_enc.shape[0])
         return parts
-    if "bias" in stored.keys:  # AutoEncoder; its norms are folded on loading, as the library does
-        parts = stored.parts(LINEAR._replace(b_dec="bias"), "relu", decoder=True)
+    if "bias" in file.keys:  # AutoEncoder; the library also folds its norms when loading
+        parts = file.parts(LINEAR._replace(b_dec="bias"), "relu", decoder=True)
         if not _is_unit(parts.decoder_norms()):
             parts.fold_decoder_norms()
         parts.W_dec = parts.W_dec if decoder else None
         return parts
-    parts = stored.parts(LINEAR._replace(b_dec="decoder.bias"), "relu", decoder)  # AutoEncoderNew
+    parts = file.parts(LINEAR._replace(b_dec="decoder.bias"), "relu", decoder)  # AutoEncoderNew
     parts.center = False
     return parts
 
 
-def _read_parameters(stored: Stored, trainer: dict[str, Any], decoder: bool) -> Parts:
-    """Read the classes built of plain parameters: the Matryoshka and the JumpReLU one."""
-    told = _told_kind(trainer)
-    parts = stored.parts(PARAMETER, "batchtopk", decoder)
-    parts.threshold = threshold = stored.threshold(parts.W_enc.shape[0])
-    if "group_sizes" in stored.keys or told == "matryoshka":
+def _read_parameters(file: CheckpointFile, trainer: dict[str, Any], decoder: bool) -> SAEParts:
+    """Read the classes that use plain parameters: Matryoshka and JumpReLU."""
+    trainer_kind = _trainer_kind(trainer)
+    parts = file.parts(PARAMETER, "batchtopk", decoder)
+    parts.threshold = threshold = file.threshold(parts.W_enc.shape[0])
+    if "group_sizes" in file.keys or trainer_kind == "matryoshka":
         parts.kind = "matryoshka"
-    elif told == "topk":
+    elif trainer_kind == "topk":
         parts.kind = "topk"
-    elif "k" not in stored.keys and told != "batchtopk":
+    elif "k" not in file.keys and trainer_kind != "batchtopk":
         if threshold is None:
             raise BadFile(
-                f"{stored.path} has neither 'threshold', 'k' nor 'group_sizes', so its kind is unknown. "
-                f"Accepted: {ACCEPTED}. Fetch the config.json or cfg.json that belongs to it."
+                f"{file.path} has neither 'threshold', 'k' nor 'group_sizes', so its kind is unknown. "
+                f"Accepted: {ACCEPTED}. Download the config.json or cfg.json of this SAE."
             )
         parts.kind, parts.center = "jumprelu", False  # this class does not subtract b_dec
     return parts
 
 
-def _config(stored: Stored) -> dict[str, Any]:
-    folder = stored.path.parent
-    places = [folder, folder.parent] if folder.name == "checkpoints" else [folder]
-    found = [place / "config.json" for place in places if (place / "config.json").is_file()]
-    return read_json(found[0]) if found else {}
+def _config(file: CheckpointFile) -> dict[str, Any]:
+    folder = file.path.parent
+    folders = [folder, folder.parent] if folder.name == "checkpoints" else [folder]
+    paths = [path for path in (candidate / "config.json" for candidate in folders) if path.is_file()]
+    return read_json(paths[0]) if paths else {}
 
 
 def _trainer(config: dict[str, Any]) -> dict[str, Any]:
-    return section(config, "trainer")
+    return get_section(config, "trainer")
 
 
-def _told_kind(trainer: dict[str, Any]) -> Kind | None:
-    """Read the kind from a class name, in either spelling of Matryoshka."""
+def _trainer_kind(trainer: dict[str, Any]) -> Kind | None:
+    """Return the kind given by a class name, in either spelling of Matryoshka."""
     name = str(trainer.get("dict_class") or trainer.get("trainer_class") or "").lower().replace("_", "")
     if "matryoshka" in name or "matroyshka" in name:
         return "matryoshka"
@@ -117,15 +116,15 @@ def _told_kind(trainer: dict[str, Any]) -> Kind | None:
 
 
 def _facts(trainer: dict[str, Any]) -> dict[str, Any]:
-    site, layer = str(trainer.get("submodule_name") or ""), whole(trainer.get("layer"))
-    block = block_of(site, layer)
+    site, layer = str(trainer.get("submodule_name") or ""), as_integer(trainer.get("layer"))
+    block = parse_block(site, layer)
     notes = f"Site {site}, layer {layer}." if site and block is None else ""
     return {"encoder": trainer.get("lm_name"), "block": block, "notes": notes}
 
 
 def _path_facts(path: Path) -> dict[str, Any]:
-    place = "/".join(path.parts[-6:-1])
-    run, random = _RUN.search(place), _RANDOM.search(place)
+    folders = "/".join(path.parts[-6:-1])
+    run, random = _RUN.search(folders), _RANDOM.search(folders)
     facts: dict[str, Any] = {} if run is None else {**run.groupdict(), "block": int(run["block"])}
     return facts | ({"token_kind": f"{random[1]} random tokens per image"} if run and random else {})
 
@@ -141,15 +140,14 @@ def write(sae: SAE, folder: Path) -> Path:
     """Write ``ae.pt``, then ``config.json`` with the trainer section that the library reads."""
     if sae.normalize != "none":
         raise BadParameter(
-            f"The dictionary_learning layout has no normalisation, and this SAE has normalize={sae.normalize!r}. "
-            "Export it as 'saelens'."
+            f"The dictionary_learning layout does not support normalize={sae.normalize!r}. Export the SAE as 'saelens'."
         )
     if len(sae.groups) > 1 and sae.kind != "matryoshka":
         raise BadParameter(
-            f"The dictionary_learning layout has groups for Matryoshka SAEs only, and this {sae.kind} SAE has "
-            f"{sae.groups}. Export it as 'saelens'."
+            f"The dictionary_learning layout supports groups only for Matryoshka SAEs, but this {sae.kind} SAE has "
+            f"groups {sae.groups}. Export it as 'saelens'."
         )
-    dict_class, trainer_class, state = _state(Parts.of(sae))
+    dict_class, trainer_class, state = _state(SAEParts.of(sae))
     plain = {name: value.detach().contiguous().clone() for name, value in state.items()}
     write_atomic(folder / "ae.pt", lambda target: _save(plain, target))
     trainer: dict[str, Any] = {
@@ -172,26 +170,26 @@ def write(sae: SAE, folder: Path) -> Path:
 def _save(state: dict[str, Tensor], target: Path) -> None:
     try:
         torch.save(state, target)
-    except RuntimeError as error:  # what torch makes of a full disk
+    except RuntimeError as error:  # torch raises it if the disk is full
         raise OSError(f"{type(error).__name__} in torch.save, is the disk full?") from error
 
 
-def _state(parts: Parts) -> tuple[str, str, dict[str, Tensor]]:
-    """Choose the class that computes the same latents, and name its tensors."""
+def _state(parts: SAEParts) -> tuple[str, str, dict[str, Tensor]]:
+    """Return dictionary class, trainer class and tensors of the class that computes the same latents."""
     assert parts.W_dec is not None
     if parts.kind == "relu":
-        # The library rescales an AutoEncoder whose decoder is not of unit norm; an AutoEncoderNew it leaves alone.
+        # the library normalizes the decoder of an AutoEncoder, but not of an AutoEncoderNew
         if parts.center and _is_unit(parts.decoder_norms()):
             return "AutoEncoder", "StandardTrainer", _linear(parts) | {"bias": parts.b_dec}
-        state = _linear(parts.recentre(False)) | {"decoder.bias": parts.b_dec}
+        state = _linear(parts.set_center(False)) | {"decoder.bias": parts.b_dec}
         return "AutoEncoderNew", "StandardTrainer", state
     if parts.kind == "jumprelu":
-        state = _parameters(parts.recentre(False))
+        state = _parameters(parts.set_center(False))
         threshold = torch.as_tensor(0.0 if parts.threshold is None else parts.threshold)
         state["threshold"] = threshold.expand(len(parts.W_enc))
         return "JumpReluAutoEncoder", "JumpReluTrainer", state
-    state = (_parameters if parts.kind == "matryoshka" else _linear)(parts.recentre(True))
-    state |= {"b_dec": parts.b_dec, "k": _k(parts), "threshold": _one_threshold(parts)}
+    state = (_parameters if parts.kind == "matryoshka" else _linear)(parts.set_center(True))
+    state |= {"b_dec": parts.b_dec, "k": _k(parts), "threshold": _single_threshold(parts)}
     if parts.kind == "matryoshka":
         state["group_sizes"] = torch.tensor(parts.groups)
         return "MatryoshkaBatchTopKSAE", "MatryoshkaBatchTopKTrainer", state
@@ -200,30 +198,30 @@ def _state(parts: Parts) -> tuple[str, str, dict[str, Tensor]]:
     return "BatchTopKSAE", "BatchTopKTrainer", state
 
 
-def _linear(parts: Parts) -> dict[str, Tensor]:
+def _linear(parts: SAEParts) -> dict[str, Tensor]:
     assert parts.W_dec is not None
     return {"encoder.weight": parts.W_enc, "encoder.bias": parts.b_enc, "decoder.weight": parts.W_dec.T}
 
 
-def _parameters(parts: Parts) -> dict[str, Tensor]:
+def _parameters(parts: SAEParts) -> dict[str, Tensor]:
     assert parts.W_dec is not None
     return {"W_enc": parts.W_enc.T, "b_enc": parts.b_enc, "W_dec": parts.W_dec, "b_dec": parts.b_dec}
 
 
-def _k(parts: Parts) -> Tensor:
+def _k(parts: SAEParts) -> Tensor:
     if parts.k is None:
         raise BadParameter(
-            f"dictionary_learning cannot load a {parts.kind} SAE without k, and this one has none. "
-            "Set sae.k to the number of latents that were active per token in training."
+            f"dictionary_learning cannot load a {parts.kind} SAE without k, but this SAE has no k. "
+            "Set sae.k to the number of active latents per token in training."
         )
     return torch.tensor(parts.k, dtype=torch.int)
 
 
-def _one_threshold(parts: Parts) -> Tensor:
+def _single_threshold(parts: SAEParts) -> Tensor:
     value = torch.as_tensor(-1.0 if parts.threshold is None else parts.threshold)
     if value.ndim and not bool((value == value[0]).all()):
         raise BadParameter(
-            f"dictionary_learning keeps one threshold for a {parts.kind} SAE, and this one has one per latent. "
+            f"dictionary_learning supports one threshold for a {parts.kind} SAE, but this SAE has one per latent. "
             "Export it as 'saelens'."
         )
     return value.reshape(-1)[0]

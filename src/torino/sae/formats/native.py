@@ -1,8 +1,7 @@
-"""torino's own layout: ``sae.safetensors``, ``card.json``, and ``names.json`` where concepts have names."""
+"""The torino layout: ``sae.safetensors``, ``card.json`` and, if concepts have names, ``names.json``."""
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,109 +11,118 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter
-from torino.core.io import read_json, write_arrays, write_json
-from torino.sae.formats._common import THRESHOLDED, Names, Parts, Stored, card_of, integers, whole
+from torino.core.io import hash_tensors, read_json, write_arrays, write_json
+from torino.sae.formats._common import (
+    THRESHOLDED,
+    CheckpointFile,
+    SAEParts,
+    TensorNames,
+    as_integer,
+    as_integers,
+    make_card,
+)
 from torino.sae.model import SAE
 
 FORMAT = "torino-sae/1"
 FAMILY = "torino-sae/"
 WEIGHTS, CARD = "sae.safetensors", "card.json"
 NAMES, NAMES_FORMAT = "names.json", "torino-names/1"
-SEAL = "weights_sha256"
+DIGEST = "weights_sha256"
 
 
-def claims(stored: Stored) -> bool:
-    """Tell whether a file is torino's: by its header, or by the card next to it if another tool dropped that."""
-    if stored.header.get("format", "").startswith(FAMILY):
+def matches(file: CheckpointFile) -> bool:
+    """Return whether a file has the torino layout, by its header or, if another tool removed that, by its card."""
+    if file.header.get("format", "").startswith(FAMILY):
         return True
-    if stored.path.name != WEIGHTS or "W_enc" not in stored.keys or not stored.has(CARD):
+    if file.path.name != WEIGHTS or "W_enc" not in file.keys or not file.has(CARD):
         return False
-    return str(read_json(stored.path.parent / CARD).get("format")).startswith(FAMILY)
+    return str(read_json(file.path.parent / CARD).get("format")).startswith(FAMILY)
 
 
-def read(stored: Stored, decoder: bool) -> Parts:
-    """Read the tensors and what the card says of them."""
-    path = stored.path.parent / CARD
-    card = stored.json(CARD)
+def read(file: CheckpointFile, decoder: bool) -> SAEParts:
+    """Read the tensors and the settings in the card."""
+    path = file.path.parent / CARD
+    card = file.json(CARD)
     if card is None:
         raise BadFile(
-            f"{stored.path} has no {CARD} next to it, which says what kind of SAE it is. The writing was interrupted, "
-            f"or the card left behind: save the SAE again, or copy its {CARD} here."
+            f"There is no {CARD} next to {file.path}. It defines the kind of the SAE. "
+            f"Save the SAE again, or copy its {CARD} into the same folder."
         )
-    form = str(card.get("format"))
-    if form != FORMAT:
-        advice = "Update torino to read it." if form.startswith(FAMILY) else "Fetch the card anew."
-        raise BadFile(f"{path} is of format {form!r}; this torino reads {FORMAT!r}. {advice}")
-    if SEAL in card and SEAL in stored.header and card[SEAL] != stored.header[SEAL]:
+    version = str(card.get("format"))
+    if version != FORMAT:
+        advice = "Update torino to read it." if version.startswith(FAMILY) else "Download the card again."
+        raise BadFile(f"{path} has the format {version!r}, but this version of torino reads {FORMAT!r}. {advice}")
+    if DIGEST in card and DIGEST in file.header and card[DIGEST] != file.header[DIGEST]:
         raise BadFile(
-            f"{path} belongs to other weights than {stored.path}: the writing of one of them was interrupted. "
-            "Save the SAE again."
+            f"{path} belongs to other weights than {file.path}: saving one of them was interrupted. Save the SAE again."
         )
-    parts = stored.parts(Names(), card.get("kind", ""), decoder)
+    decoder = decoder and card.get("decoder") is not False  # the card says so if the file has no decoder
+    parts = file.parts(TensorNames(), card.get("kind", ""), decoder)
     for name, size in (("latents", parts.W_enc.shape[0]), ("width", parts.W_enc.shape[1])):
         if card.get(name, size) != size:
-            raise BadFile(f"{path} says {name} = {card[name]!r}, but the weights have {size}. Save the SAE again.")
-    parts.k, parts.groups = whole(card.get("k")), integers(card.get("groups"))
+            raise BadFile(f"{path} has {name} = {card[name]!r}, but the weights have {size}. Save the SAE again.")
+    parts.k, parts.groups = as_integer(card.get("k")), as_integers(card.get("groups"))
     if parts.groups is None and card.get("groups") is not None:
-        raise BadFile(f"{path} says groups = {card['groups']!r}. Accepted: a list of whole numbers.")
-    parts.threshold = stored.threshold(parts.W_enc.shape[0])
+        raise BadFile(f"{path} has groups = {card['groups']!r}. Accepted: a list of integers.")
+    parts.threshold = file.threshold(parts.W_enc.shape[0])
     parts.center, parts.normalize = bool(card.get("center", True)), card.get("normalize", "none")
-    parts.card = card_of(card)
+    parts.card = make_card(card)
     return parts
 
 
 def write(sae: SAE, folder: Path, dtype: torch.dtype) -> Path:
-    """Write the weights, then the card: a folder whose card fits its weights is complete."""
-    tensors = _tensors(Parts.of(sae), dtype)
-    seal = _digest(tensors)
-    write_arrays(folder / WEIGHTS, tensors, {"format": FORMAT, SEAL: seal})
-    write_json(folder / CARD, {"format": FORMAT, **sae.facts(), SEAL: seal})
-    (folder / NAMES).unlink(missing_ok=True)  # of the weights that were here before
+    """Write the weights, then the card, so that a folder with a matching card is complete."""
+    tensors = _tensors(SAEParts.of(sae), dtype)
+    digest = hash_tensors(tensors)
+    write_arrays(folder / WEIGHTS, tensors, {"format": FORMAT, DIGEST: digest})
+    write_json(folder / CARD, {"format": FORMAT, **sae.facts(), DIGEST: digest})
+    (folder / NAMES).unlink(missing_ok=True)  # names of the previous weights
     if sae.names:
-        write_names(folder, {latent: {"name": name} for latent, name in sae.names.items()}, sae.latents, seal=seal)
+        write_names(folder, {latent: {"name": name} for latent, name in sae.names.items()}, sae.latents, digest=digest)
     return folder
 
 
-def read_names(stored: Stored, latents: int) -> dict[int, str]:
-    """Read the names of concepts next to the weights, of whatever layout; names that do not fit are left, and told."""
-    path = stored.path.parent / NAMES
+def read_names(file: CheckpointFile, latents: int) -> dict[int, str]:
+    """Read ``names.json`` next to weights of any layout; warn and return no names if the file does not fit."""
+    path = file.path.parent / NAMES
     try:
-        held = stored.json(NAMES)
-        if held is None or not str(held.get("format", "")).startswith("torino-names/"):
+        content = file.json(NAMES)
+        if content is None or not str(content.get("format", "")).startswith("torino-names/"):
             return {}
-        strange = held.get("latents", latents) != latents
-        if strange or (SEAL in held and SEAL in stored.header and held[SEAL] != stored.header[SEAL]):
-            raise BadFile(f"{path} names the concepts of other weights.")
-        named = cast(dict[str, dict[str, Any]], held["names"])
-        names = {int(latent): str(one["name"]) for latent, one in named.items()}
+        other_size = content.get("latents", latents) != latents
+        if other_size or (DIGEST in content and DIGEST in file.header and content[DIGEST] != file.header[DIGEST]):
+            raise BadFile(f"{path} belongs to other weights.")
+        entries = cast(dict[str, dict[str, Any]], content["names"])
+        names = {int(latent): str(entry["name"]) for latent, entry in entries.items()}
         if any(not 0 <= latent < latents for latent in names):
-            raise BadFile(f"{path} names concepts that this SAE does not have.")
+            raise BadFile(f"{path} contains names of latents that this SAE does not have.")
         return names
     except BadFile as error:
         reason = str(error)
     except (KeyError, TypeError, ValueError, AttributeError):
-        reason = f"{path} does not hold a name for each concept in it."
-    warnings.warn(f"{reason} The names are left out: make them again with torino concepts.", stacklevel=2)
+        reason = f"{path} has an entry without a name."
+    warnings.warn(f"{reason} The names are ignored. Create them again with torino concepts.", stacklevel=2)
     return {}
 
 
 def write_names(
-    folder: Path, names: Mapping[int, Mapping[str, Any]], latents: int, *, seal: str | None = None, **about: Any
+    folder: Path, names: Mapping[int, Mapping[str, Any]], latents: int, *, digest: str | None = None, **made_from: Any
 ) -> Path:
-    """Write the names of concepts next to an SAE; ``seal`` ties them to weights in torino's layout."""
-    tied = {} if seal is None else {SEAL: seal}
-    listed = {str(latent): dict(names[latent]) for latent in sorted(names)}
-    return write_json(
-        folder / NAMES, {"format": NAMES_FORMAT, "latents": latents, **tied, "made_from": about, "names": listed}
-    )
+    """Write ``names.json`` into the folder of an SAE; ``digest`` identifies weights in the torino layout."""
+    content: dict[str, Any] = {"format": NAMES_FORMAT, "latents": latents}
+    if digest is not None:
+        content[DIGEST] = digest
+    content["made_from"] = made_from
+    content["names"] = {str(latent): dict(names[latent]) for latent in sorted(names)}
+    return write_json(folder / NAMES, content)
 
 
-def seal_of(folder: Path) -> str | None:
-    """The seal of the weights in a folder, if they are in torino's layout."""
-    return Stored(folder / WEIGHTS).header.get(SEAL) if (folder / WEIGHTS).is_file() else None
+def read_digest(folder: Path) -> str | None:
+    """Return the digest of the weights in a folder; None unless they have the torino layout."""
+    return CheckpointFile(folder / WEIGHTS).header.get(DIGEST) if (folder / WEIGHTS).is_file() else None
 
 
-def _tensors(parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
+def _tensors(parts: SAEParts, dtype: torch.dtype) -> dict[str, Tensor]:
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise BadParameter(f"dtype must be torch.float32, torch.float16 or torch.bfloat16, got {dtype}.")
     assert parts.W_dec is not None
@@ -126,11 +134,3 @@ def _tensors(parts: Parts, dtype: torch.dtype) -> dict[str, Tensor]:
     if parts.kind in THRESHOLDED:
         tensors["threshold"] = torch.as_tensor(-1.0 if parts.threshold is None else parts.threshold)
     return tensors
-
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(f"{name}{tuple(tensors[name].shape)}{tensors[name].dtype}".encode())
-        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

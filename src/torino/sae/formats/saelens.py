@@ -1,4 +1,4 @@
-"""The layout of SAELens: ``sae_weights.safetensors`` and ``cfg.json``, of training or inference saves."""
+"""The SAELens layout: ``sae_weights.safetensors`` and ``cfg.json``, from training or inference saves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from torch import Tensor
 
 from torino.core.errors import BadFile
 from torino.core.io import read_safetensors, write_arrays, write_json
-from torino.sae.formats._common import Names, Parts, Stored, block_of, card_of, integers, section, whole
+from torino.sae.formats._common import (
+    CheckpointFile,
+    SAEParts,
+    TensorNames,
+    as_integer,
+    as_integers,
+    get_section,
+    make_card,
+    parse_block,
+)
 from torino.sae.model import SAE, Kind, Normalize
 
 KINDS: dict[str, Kind] = {
@@ -27,81 +36,81 @@ NORMALIZE: dict[str, Normalize] = {
     "layer_norm": "layer_norm",
     "constant_norm_rescale": "constant_norm",
 }
-NAMES = Names(flip_enc=True)
+NAMES = TensorNames(transposed_enc=True)
 RESCALED = ("topk", "batchtopk", "matryoshka_batchtopk")
 SCALER, WHITENING = "activation_scaler.json", "activation_whitening.safetensors"
-VERSION = "6.0.0"  # the first release with this form of cfg.json
+VERSION = "6.0.0"  # the first release with this structure of cfg.json
 
 
-def read(stored: Stored, decoder: bool) -> Parts:
-    """Read the weights, and fold into them what an SAE of torino has no setting for."""
-    config = stored.json("cfg.json")
+def read(file: CheckpointFile, decoder: bool) -> SAEParts:
+    """Read the weights, and fold settings into them that :class:`SAE` does not have."""
+    config = file.json("cfg.json")
     if config is None:
         raise BadFile(
-            f"{stored.path} has no cfg.json next to it, which says what kind of SAE it is and whether it is centred. "
-            "Fetch the whole folder, or, for dictionary_learning, its config.json."
+            f"There is no cfg.json next to {file.path}. It defines the kind of the SAE and whether it is centered. "
+            "Download the whole folder, or, for dictionary_learning, the config.json."
         )
-    metadata = section(config, "metadata")
-    details = section(metadata, "training_architecture_details")
-    architecture = _architecture(stored.path, config, metadata)
+    metadata = get_section(config, "metadata")
+    details = get_section(metadata, "training_architecture_details")
+    architecture = _architecture(file.path, config, metadata)
     rescale = architecture in RESCALED and bool(config.get("rescale_acts_by_decoder_norm"))
-    parts = stored.parts(NAMES, KINDS[architecture], decoder or rescale)
-    _check_sizes(stored.path, config, parts)
+    parts = file.parts(NAMES, KINDS[architecture], decoder or rescale)
+    _check_sizes(file.path, config, parts)
     parts.center = bool(config.get("apply_b_dec_to_input", True))
-    kwargs = section(config, "activation_fn_kwargs")
+    kwargs = get_section(config, "activation_fn_kwargs")
     k = next((value for value in (config.get("k"), kwargs.get("k"), details.get("k")) if value is not None), None)
-    # BatchTopK counts an average, which may be a fraction
-    parts.k = round(k) if architecture != "topk" and isinstance(k, float) else whole(k)
-    parts.threshold = _threshold(stored, architecture, len(parts.W_enc))
+    # k of BatchTopK is an average and may have a fraction
+    parts.k = round(k) if architecture != "topk" and isinstance(k, float) else as_integer(k)
+    parts.threshold = _threshold(file, architecture, len(parts.W_enc))
     _restore_training(parts, architecture, metadata)
     parts.groups = _groups(config.get("matryoshka_widths") or details.get("matryoshka_widths"), len(parts.W_enc))
-    _fold_finetuning(stored, config, parts)
-    _fold_input(stored, config, parts, rescale)
+    _fold_finetuning(file, config, parts)
+    _fold_input(file, config, parts, rescale)
     parts.W_dec = parts.W_dec if decoder else None
-    parts.card = card_of(_facts(config, metadata), section(metadata, "torino"))
+    parts.card = make_card(_facts(config, metadata), get_section(metadata, "torino"))
     return parts
 
 
 def _architecture(path: Path, config: dict[str, Any], metadata: dict[str, Any]) -> str:
-    """Return the architecture in today's spelling, and refuse what torino cannot compute."""
+    """Return the architecture in the current spelling; raise :class:`BadFile` if it is not supported."""
     architecture = str(config.get("architecture") or "standard")
     activation = config.get("activation_fn", config.get("activation_fn_str")) or "relu"
     if activation == "topk":  # before version 6, top-k was a standard SAE with another activation
         architecture, activation = "topk", "relu"
     if architecture not in KINDS or activation != "relu":
-        what = architecture if architecture not in KINDS else f"{architecture} with {activation} activation"
-        raise BadFile(f"{path} is a SAELens SAE of the kind {what!r}. Accepted: {', '.join(KINDS)}.")
+        kind = architecture if architecture not in KINDS else f"{architecture} with {activation} activation"
+        raise BadFile(f"{path} is a SAELens SAE of kind {kind!r}. Accepted: {', '.join(KINDS)}.")
     hook = str(config.get("hook_name") or config.get("hook_point") or metadata.get("hook_name") or "")
     reshape = config.get("reshape_activations") or ("hook_z" if "hook_z" in hook else "none")
     if reshape != "none":
         raise BadFile(
-            f"{path} reads attention heads laid end to end (reshape_activations={reshape!r}), not tokens. "
-            "Accepted: SAEs of the output of a block."
+            f"{path} reads concatenated attention heads (reshape_activations={reshape!r}), not tokens. "
+            "Accepted: SAEs trained on the output of a block."
         )
     return architecture
 
 
-def _check_sizes(path: Path, config: dict[str, Any], parts: Parts) -> None:
+def _check_sizes(path: Path, config: dict[str, Any], parts: SAEParts) -> None:
     for name, size in (("d_sae", parts.W_enc.shape[0]), ("d_in", parts.W_enc.shape[1])):
         if config.get(name) is not None and config[name] != size:
             raise BadFile(
-                f"cfg.json next to {path} says {name} = {config[name]!r}, but 'W_enc' has {size}. "
-                "The two files do not belong together: fetch both anew."
+                f"cfg.json next to {path} has {name} = {config[name]!r}, but 'W_enc' has {size}. "
+                "The two files do not belong together: download both again."
             )
 
 
-def _threshold(stored: Stored, architecture: str, latents: int) -> Tensor | float | None:
-    if "topk_threshold" in stored.keys:
-        return stored.number("topk_threshold")
-    if "log_threshold" in stored.keys:
-        return stored.shaped("log_threshold", (latents,), "W_enc").exp()
+def _threshold(file: CheckpointFile, architecture: str, latents: int) -> Tensor | float | None:
+    if "topk_threshold" in file.keys:
+        return file.number("topk_threshold")
+    if "log_threshold" in file.keys:
+        return file.tensor_of_shape("log_threshold", (latents,), "W_enc").exp()
     if architecture == "jumprelu":
-        return stored.shaped("threshold", (latents,), "W_enc")
-    return stored.threshold(latents)
+        return file.tensor_of_shape("threshold", (latents,), "W_enc")
+    return file.threshold(latents)
 
 
-def _restore_training(parts: Parts, architecture: str, metadata: dict[str, Any]) -> None:
-    """Give an inference save, which is always called jumprelu, the kind it was trained as."""
+def _restore_training(parts: SAEParts, architecture: str, metadata: dict[str, Any]) -> None:
+    """Restore the training kind of an inference save, whose architecture is always jumprelu."""
     trained = KINDS.get(str(metadata.get("training_architecture")))
     if architecture == "jumprelu" and trained in ("batchtopk", "matryoshka"):
         parts.kind = trained
@@ -110,72 +119,72 @@ def _restore_training(parts: Parts, architecture: str, metadata: dict[str, Any])
 
 
 def _groups(widths: object, latents: int) -> tuple[int, ...] | None:
-    """Turn the cumulative widths of SAELens into group sizes."""
-    ends = integers(widths)
+    """Convert the cumulative widths of SAELens to group sizes."""
+    ends = as_integers(widths)
     if not ends:
         return None
     ends = ends if ends[-1] == latents else (*ends, latents)  # the library adds the last level itself
     return tuple(end - start for start, end in pairwise((0, *ends)))
 
 
-def _fold_finetuning(stored: Stored, config: dict[str, Any], parts: Parts) -> None:
-    """Fold the factor that an old finetuning put on each latent when decoding."""
+def _fold_finetuning(file: CheckpointFile, config: dict[str, Any], parts: SAEParts) -> None:
+    """Fold the factor per latent that older versions apply when decoding after finetuning."""
     for name in ("scaling_factor", "finetuning_scaling_factor"):
-        if name not in stored.keys or parts.W_dec is None:
+        if name not in file.keys or parts.W_dec is None:
             continue
-        factor = stored.shaped(name, (len(parts.W_enc),), "W_enc")
-        if torch.allclose(factor, torch.ones_like(factor)):  # for a time it was always written
+        factor = file.tensor_of_shape(name, (len(parts.W_enc),), "W_enc")
+        if torch.allclose(factor, torch.ones_like(factor)):  # some versions always wrote it
             continue
         if not config.get("finetuning_scaling_factor"):
-            raise stored.wrong(name, "is not 1, but cfg.json says finetuning_scaling_factor is not used.")
+            raise file.error(name, "is not 1, but cfg.json does not set finetuning_scaling_factor.")
         parts.W_dec = parts.W_dec * factor[:, None]
 
 
-def _fold_input(stored: Stored, config: dict[str, Any], parts: Parts, rescale: bool) -> None:
-    """Fold the scaling of activations and decoder norms, or set ``normalize``."""
+def _fold_input(file: CheckpointFile, config: dict[str, Any], parts: SAEParts, rescale: bool) -> None:
+    """Fold activation scaling, decoder norms and whitening into the weights, or set ``normalize``."""
     mode = config.get("normalize_activations") or "none"
     mode = "expected_average_only_in" if mode is True else str(mode)
     if mode in NORMALIZE:
         parts.normalize = NORMALIZE[mode]
     elif mode == "expected_average_only_in":
-        _fold_scale(stored, parts, rescale)
+        _fold_scale(file, parts, rescale)
     elif mode != "covariance_whitening":
         raise BadFile(
-            f"cfg.json next to {stored.path} has normalize_activations = {mode!r}. Accepted: {', '.join(NORMALIZE)}."
+            f"cfg.json next to {file.path} has normalize_activations = {mode!r}. Accepted: {', '.join(NORMALIZE)}."
         )
     if rescale:
         parts.fold_decoder_norms()
     if mode == "covariance_whitening":
-        _fold_whitening(stored, parts)
+        _fold_whitening(file, parts)
 
 
-def _fold_scale(stored: Stored, parts: Parts, rescale: bool) -> None:
-    scale = (stored.json(SCALER) or {}).get("scaling_factor")
+def _fold_scale(file: CheckpointFile, parts: SAEParts, rescale: bool) -> None:
+    scale = (file.json(SCALER) or {}).get("scaling_factor")
     if not isinstance(scale, int | float) or not 0 < scale < float("inf"):
         raise BadFile(
-            f"{stored.path} was trained on scaled activations (normalize_activations='expected_average_only_in'), and "
-            f"the scale is not with it: {SCALER} is missing or empty. Fetch that file too, or fold the scale with "
-            "SAELens (fold_activation_norm_scaling_factor) and save again."
+            f"{file.path} was trained on scaled activations (normalize_activations='expected_average_only_in'), but "
+            f"{SCALER} with the scale is missing or empty. Download that file too, or fold the scale with SAELens "
+            "(fold_activation_norm_scaling_factor) and save again."
         )
     parts.W_enc, parts.b_dec = parts.W_enc * scale, parts.b_dec / scale
     parts.W_dec = None if parts.W_dec is None else parts.W_dec / scale
     if rescale and parts.threshold is not None:
-        parts.threshold = parts.threshold / scale  # it is measured in units of the decoder norm
+        parts.threshold = parts.threshold / scale  # it is in units of the decoder norm
 
 
-def _fold_whitening(stored: Stored, parts: Parts) -> None:
-    if not stored.has(WHITENING):
+def _fold_whitening(file: CheckpointFile, parts: SAEParts) -> None:
+    if not file.has(WHITENING):
         raise BadFile(
-            f"{stored.path} was trained on whitened activations (normalize_activations='covariance_whitening'), and "
-            f"{WHITENING} is not with it. Fetch that file too, or fold it with SAELens (fold_activation_whitening) "
+            f"{file.path} was trained on whitened activations (normalize_activations='covariance_whitening'), but "
+            f"{WHITENING} is missing. Download that file too, or fold it with SAELens (fold_activation_whitening) "
             "and save again."
         )
-    tensors, _ = read_safetensors(stored.path.parent / WHITENING)
+    tensors, _ = read_safetensors(file.path.parent / WHITENING)
     width = parts.W_enc.shape[1]
     shapes = {"mean": (width,), "matrix": (width, width), "inverse_matrix": (width, width)}
     for name, shape in shapes.items():
         if name not in tensors or tuple(tensors[name].shape) != shape:
-            raise BadFile(f"{stored.path.parent / WHITENING} has no {name!r} of shape {shape}. Fetch it anew.")
+            raise BadFile(f"{file.path.parent / WHITENING} has no {name!r} of shape {shape}. Download it again.")
     mean, matrix, inverse = (tensors[name].double() for name in shapes)
     W_enc = parts.W_enc.double() @ matrix.T
     if not parts.center:
@@ -188,7 +197,7 @@ def _fold_whitening(stored: Stored, parts: Parts) -> None:
 def _facts(config: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
     known = config | metadata
     site = str(known.get("hook_name") or known.get("hook_point") or "")
-    block = block_of(site, whole(known.get("hook_layer", known.get("hook_point_layer"))))
+    block = parse_block(site, as_integer(known.get("hook_layer", known.get("hook_point_layer"))))
     notes = f"Hook {site}." if site and block is None else ""
     return {"encoder": known.get("model_name"), "block": block, "data": known.get("dataset_path"), "notes": notes}
 
@@ -197,13 +206,13 @@ def _facts(config: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(sae: SAE, folder: Path) -> Path:
-    """Write an inference save: BatchTopK and Matryoshka become JumpReLU, as in the library itself."""
-    parts = Parts.of(sae)
+    """Write an inference save: BatchTopK and Matryoshka become JumpReLU, as in SAELens."""
+    parts = SAEParts.of(sae)
     assert parts.W_dec is not None
     tensors = {"W_enc": parts.W_enc.T, "b_enc": parts.b_enc, "W_dec": parts.W_dec, "b_dec": parts.b_dec}
     architecture = {"relu": "standard", "topk": "topk"}.get(sae.kind, "jumprelu")
     if architecture == "jumprelu":
-        # -1 keeps the mark "never estimated", and lets every positive activation through there as here
+        # -1 marks "never estimated", and every positive activation exceeds it
         threshold = torch.as_tensor(-1.0 if parts.threshold is None else parts.threshold)
         tensors["threshold"] = threshold.expand(sae.latents)
     config: dict[str, Any] = {
@@ -213,7 +222,7 @@ def write(sae: SAE, folder: Path) -> Path:
         "dtype": "float32",
         "device": "cpu",
         "apply_b_dec_to_input": sae.center,
-        "normalize_activations": next(name for name, ours in NORMALIZE.items() if ours == sae.normalize),
+        "normalize_activations": next(name for name, value in NORMALIZE.items() if value == sae.normalize),
         "reshape_activations": "none",
         "metadata": _metadata(sae),
     }

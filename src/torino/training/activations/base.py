@@ -1,4 +1,4 @@
-"""Activations: rows to train an SAE on, by step, so that a run can stop and go on anywhere."""
+"""Interface of activation sources: the rows of any training step, so that a run can be resumed anywhere."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from torino.core.errors import BadParameter
 from torino.core.tokens import check_matrix
 
 Part = tuple[int, int]
-"""Which part of a batch a process wants: (rank, world)."""
+"""The part of a batch that a process trains on: (rank, number of processes)."""
 
 
 class Activations(Protocol):
-    """Where a trainer gets its rows.
+    """Source of training rows.
 
-    ``batch`` is a pure function of its arguments and of the seed that the object holds: a run resumed at step 700
-    asks for step 700, and processes that share a batch each ask for their own part of it.
+    ``batch`` is a pure function of its arguments and of the seed of the object: a run resumed at step 700 asks for step
+    700, and processes that share a batch each ask for their part of it.
 
     Attributes
     ----------
     width : int
         Width D of a row.
     rows : int or None
-        How many different rows there are; None where they come from an endless stream.
-    facts : mapping
-        What the card of an SAE trained on them says: ``encoder``, ``block``, ``token_kind``, ``data``, ``license``.
+        Number of different rows; None for an endless stream.
+    metadata : mapping
+        Fields for the card of an SAE trained on the rows: ``encoder``, ``block``, ``token_kind``, ``data``,
+        ``license``.
     """
 
     @property
@@ -38,45 +39,51 @@ class Activations(Protocol):
     def rows(self) -> int | None: ...  # noqa: D102
 
     @property
-    def facts(self) -> Mapping[str, Any]: ...  # noqa: D102
+    def metadata(self) -> Mapping[str, Any]: ...  # noqa: D102
 
     def batch(self, step: int, size: int, part: Part = (0, 1)) -> Tensor:
-        """Rows of a step, counted from 0, shape (n, D), float32, as the tower gave them.
+        """Return the rows of a step, counted from 0, shape (n, D), float32, as the tower outputs them.
 
-        The parts of a batch, put together in the order of their ranks, are the batch of one process.
+        The parts of a batch, concatenated by rank, are the batch of a single process.
         """
         ...
 
 
-def part_of(size: int, part: Part) -> range:
-    """Rows of a batch that belong to one process.
+def part_range(size: int, part: Part) -> range:
+    """Return the rows of a batch that belong to one process.
 
     Examples
     --------
-    >>> [list(part_of(5, (rank, 2))) for rank in (0, 1)]
+    >>> [list(part_range(5, (rank, 2))) for rank in (0, 1)]
     [[0, 1], [2, 3, 4]]
     """
-    rank, world = part
-    return range(rank * size // world, (rank + 1) * size // world)
+    rank, processes = part
+    return range(rank * size // processes, (rank + 1) * size // processes)
+
+
+def check_batch(step: int, size: int) -> None:
+    """Raise if a step or a batch size is out of range."""
+    if size < 1 or step < 0:
+        raise BadParameter(f"size must be at least 1 and step at least 0, got size {size} and step {step}.")
 
 
 class InMemory:
-    """Rows that fit into memory, each seen once before any is seen twice.
+    """Rows in memory; each epoch contains every row once.
 
     Parameters
     ----------
     tokens : Tensor of shape (N, D)
         In any floating-point type; half precision halves the memory.
     seed : int
-        Of the order, which is drawn anew in every pass.
-    facts : mapping, optional
+        Seed of the row order, which differs in every epoch.
+    metadata : mapping, optional
         As for :class:`Activations`.
     """
 
-    def __init__(self, tokens: Tensor, *, seed: int = 0, facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokens: Tensor, *, seed: int = 0, metadata: Mapping[str, Any] | None = None) -> None:
         check_matrix(tokens, "tokens")
-        self.tokens, self.seed, self.facts = tokens, seed, dict(facts or {})
-        self._order: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
+        self.tokens, self.seed, self.metadata = tokens, seed, dict(metadata or {})
+        self._epoch_order: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
 
     @property
     def width(self) -> int:
@@ -85,24 +92,23 @@ class InMemory:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.tokens)
 
     def batch(self, step: int, size: int, part: Part = (0, 1)) -> Tensor:
-        """Rows of a step; see :class:`Activations`."""
-        if size < 1 or step < 0:
-            raise BadParameter(f"A batch needs a size of at least 1 and a step from 0, got {size} and {step}.")
-        mine = part_of(size, part)
-        places = torch.arange(step * size + mine.start, step * size + mine.stop)
-        passes = places // self.rows
-        chosen = torch.empty_like(places)
-        for number in passes.unique().tolist():
-            here = passes == number
-            chosen[here] = self._shuffled(number)[places[here] % self.rows]
-        return self.tokens[chosen].float()
+        """Return the rows of a step; see :class:`Activations`."""
+        check_batch(step, size)
+        own = part_range(size, part)
+        positions = torch.arange(step * size + own.start, step * size + own.stop)
+        epochs = positions // self.rows
+        indices = torch.empty_like(positions)
+        for epoch in epochs.unique().tolist():
+            mask = epochs == epoch
+            indices[mask] = self._order_of_epoch(epoch)[positions[mask] % self.rows]
+        return self.tokens[indices].float()
 
-    def _shuffled(self, number: int) -> Tensor:
-        if self._order[0] != number:
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % 2**63)
-            self._order = (number, torch.randperm(self.rows, generator=generator))
-        return self._order[1]
+    def _order_of_epoch(self, epoch: int) -> Tensor:
+        if self._epoch_order[0] != epoch:
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+            self._epoch_order = (epoch, torch.randperm(self.rows, generator=generator))
+        return self._epoch_order[1]

@@ -1,9 +1,8 @@
-"""Harvesting: photos through a tower, and what it says of them into a store, shard by shard."""
+"""Cache activations: run photos through a tower and write its tokens to a store, shard by shard."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -17,11 +16,17 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter, BadTokens
-from torino.core.io import write_atomic
 from torino.datasets import Photos
 from torino.datasets.images import Padding
-from torino.training.activations.extraction import Looker, Taken, batches_of, calm, hash_of_tower, nothing_read
-from torino.training.activations.selection import Skipped
+from torino.training.activations.extraction import (
+    ExtractedRows,
+    RowExtractor,
+    hash_tower,
+    ignore_frame_warnings,
+    no_usable_photo,
+    split_batches,
+)
+from torino.training.activations.selection import SkippedPhoto
 from torino.training.activations.shards import (
     CARD,
     DTYPES,
@@ -34,16 +39,16 @@ from torino.training.activations.shards import (
     write_shard,
 )
 from torino.training.activations.store import Store
+from torino.training.files import LOCK_FILE, cannot_write, lock_folder, write_text
 from torino.vlm.towers import Tower
 
 SHARD_ROWS = 65536
-SHARD_PHOTOS = 1024  # at most: what a stopped run has to look at again
-LOCK = ".lock"
-# How a difference between what a store was begun with and what is asked for now is said.
-WORDS = {
-    "encoder": "the tower {!r}",
+MAX_SHARD_PHOTOS = 1024  # a resumed run repeats at most this many photos
+# Settings that must not change when a store is continued, and how the error message names them.
+SETTING_LABELS = {
+    "encoder": "tower {!r}",
     "block": "block {}",
-    "width": "tokens {} wide",
+    "width": "tokens of width {}",
     "tower": "a tower whose weights and processor have the hash {}",
     "tokens": "tokens {}",
     "padding": "padding {}",
@@ -54,7 +59,7 @@ WORDS = {
 }
 
 
-def harvest(
+def cache_activations(
     tower: Tower,
     photos: Photos,
     folder: str | Path,
@@ -66,88 +71,88 @@ def harvest(
     batch: int = 16,
     shard_rows: int = SHARD_ROWS,
     repair: bool = False,
-    given: Mapping[str, Any] | None = None,
+    source: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Store:
-    """Look at photos and keep the tokens in a store on disk.
+    """Run photos through a tower and write its tokens to a store on disk.
 
-    A run that was stopped, in whatever way, goes on after its last whole shard when called again with the same
-    arguments, and ends with the same bytes as one that was not. Shards that are missing or cut off are made again;
-    a store that is whole is given back as it is.
+    A run that was interrupted or killed continues after its last complete shard when it is called again with the same
+    arguments, and ends with the same bytes as an uninterrupted run. Missing or truncated shards are written again; a
+    complete store is returned as it is.
 
     Parameters
     ----------
-    tower, photos
-        Who looks, and at what.
+    tower : Tower
+    photos : Photos
     folder : str or path
-        Of the store; new, empty, or begun earlier.
+        Folder of the store: new, empty, or from an earlier run.
     tokens : str
         ``cls``, ``random:R`` or ``all``.
     padding : {"crop", "square"}
         See :func:`torino.datasets.images.prepare`.
     seed : int
-        Of the random patches.
+        Seed of the random patches.
     dtype : {"float16", "float32"}
-        On disk.
+        Data type on disk.
     batch : int
-        Photos that go through the tower at once. Another batch changes what a tower says in the last digits.
+        Number of photos per forward pass. Another batch size changes the last digits of the activations.
     shard_rows : int
-        About so many rows make a shard, and never more than 1,024 photos; what a stopped run has to repeat.
+        Approximate number of rows per shard, with at most 1,024 photos. A resumed run repeats at most one shard.
     repair : bool
-        Read all shards that are there, and make those again whose checksum is wrong.
-    given : mapping, optional
-        Goes into the card as it is: what the user wrote to get this tower and these photos.
+        Verify the checksums of all existing shards, and write damaged ones again.
+    source : mapping, optional
+        How the user specified the tower and the photos; copied to the card.
     progress : callable, optional
-        Called with the number of photos done, also by earlier runs, and how many this run has skipped.
+        Called with the number of photos that are done, including earlier runs, and the number skipped in this run.
 
     Raises
     ------
     BadParameter
-        If the store was begun with other settings.
+        If the store was started with other settings.
     BadTokens
-        If a value does not fit into half precision.
+        If a value is too large for half precision.
     BadFile
-        If the disk is full or the folder cannot be written; what was written stays, and the run can go on.
+        If the disk is full or the folder cannot be written; finished shards are kept, and the run can be continued.
     """
     folder = Path(folder).expanduser()
     if dtype not in DTYPES:
         raise BadParameter(f"dtype must be float16 or float32, got {dtype!r}.")
     if shard_rows < 1:
         raise BadParameter(f"shard_rows must be at least 1, got {shard_rows}.")
-    batches_of(range(0), batch)  # refuses what is no batch
-    looker = Looker(tower, photos, tokens, padding=padding, seed=seed)
-    with _claimed(folder), calm():
-        begun = _begun(folder)
-        if begun is None:
-            per_shard = max(1, min(shard_rows // looker.rows_per_photo(), SHARD_PHOTOS))
+    split_batches(range(0), batch)  # raises if batch is invalid
+    extractor = RowExtractor(tower, photos, tokens, padding=padding, seed=seed)
+    with _lock_store(folder), ignore_frame_warnings():
+        existing = _read_settings(folder)
+        if existing is None:
+            photos_per_shard = max(1, min(shard_rows // extractor.rows_per_photo(), MAX_SHARD_PHOTOS))
         else:
-            per_shard = begun.photos_per_shard
-        settings = _settings(looker, dtype, per_shard)
-        if begun is not None:
-            _same(begun, settings, folder)
-        given = dict(given or {})
-        missing = _prepare(folder, settings, looker.names, given, repair)
+            photos_per_shard = existing.photos_per_shard
+        settings = _make_settings(extractor, dtype, photos_per_shard)
+        if existing is not None:
+            _check_same_settings(existing, settings, folder)
+        source = dict(source or {})
+        missing = _prepare_store(folder, settings, extractor.names, source, repair)
         try:
-            _fill(folder, settings, looker, missing, batch, progress)
+            _write_shards(folder, settings, extractor, missing, batch, progress)
         except BadFile as error:
-            kept = sum(len(settings.range_of(number)) for number in open_shards(folder, settings)[0])
+            kept = sum(len(settings.photo_range(number)) for number in open_shards(folder, settings)[0])
             raise BadFile(
-                f"{error} {kept:,} of {settings.photos:,} photos are kept in {folder}: see to the disk and run the "
-                "same again to go on."
+                f"{error} {kept:,} of {settings.photos:,} photos are saved in {folder}. Fix the problem and run the "
+                "same command again to continue."
             ) from error
-        return _finish(folder, settings, given)
+        return _complete_store(folder, settings, source)
 
 
-def _settings(looker: Looker, dtype: str, photos_per_shard: int) -> CacheSettings:
-    tower, photos = looker.tower, looker.photos
+def _make_settings(extractor: RowExtractor, dtype: str, photos_per_shard: int) -> CacheSettings:
+    tower, photos = extractor.tower, extractor.photos
     return CacheSettings(
         encoder=tower.origin.encoder,
         block=int(tower.block),
         width=tower.width,
-        tower=hash_of_tower(tower),
-        tokens=looker.kind.name,
-        padding=looker.padding,
-        seed=looker.seed,
+        tower=hash_tower(tower),
+        tokens=extractor.selection.name,
+        padding=extractor.padding,
+        seed=extractor.seed,
         dtype=dtype,
         data=photos.describe,
         fingerprint=photos.fingerprint,
@@ -156,76 +161,67 @@ def _settings(looker: Looker, dtype: str, photos_per_shard: int) -> CacheSetting
     )
 
 
-# ------------------------------------------------------------------ what is there already
+# ------------------------------------------------------------------ existing files
 
 
 @contextmanager
-def _claimed(folder: Path) -> Generator[None]:
-    """Make the folder and keep other runs out of it; the system lets go of the lock when a run dies."""
-    known = (CARD, NAMES, SKIPPED, SHARDS, LOCK)
+def _lock_store(folder: Path) -> Generator[None]:
+    """Create the folder, lock it against other runs, and remove temporary files of killed runs."""
+    known = (CARD, NAMES, SKIPPED, SHARDS, LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         others = [path.name for path in folder.iterdir() if path.name not in known and not path.name.startswith(".")]
         if others and not (folder / CARD).is_file():
             raise BadFile(
-                f"{folder} holds other things, such as {others[0]}, and no store. Give a new or empty folder."
+                f"{folder} contains other files, such as {others[0]}, and no activation store. "
+                "Use a new or empty folder."
             )
         (folder / SHARDS).mkdir(exist_ok=True)
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise BadFile(f"Cannot write to {folder}: {error.strerror or error}. Choose a writable folder.") from error
-    try:
-        try:
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # not on Windows; two runs would do the same work twice, and write the same
-            pass
-        except OSError as error:
-            raise BadFile(f"Another run is harvesting to {folder}. Wait for it, or give another folder.") from error
+        raise cannot_write(folder, error) from error
+    in_use = f"Another run is caching activations in {folder}. Wait until it ends, or use another folder."
+    with lock_folder(folder, in_use):
         for pattern in (*(f".{name}.*" for name in (CARD, NAMES, SKIPPED)), f"{SHARDS}/.*"):
-            for left in folder.glob(pattern):  # what a killed run was writing
-                left.unlink(missing_ok=True)
+            for temporary in folder.glob(pattern):
+                temporary.unlink(missing_ok=True)
         yield
-    finally:
-        os.close(handle)
 
 
-def _begun(folder: Path) -> CacheSettings | None:
+def _read_settings(folder: Path) -> CacheSettings | None:
+    """Read the settings of an existing store; None if there is none or its card is damaged."""
     if not (folder / CARD).is_file():
         return None
     try:
-        return CacheSettings.of(read_card(folder), folder / CARD)
+        return CacheSettings.from_card(read_card(folder), folder / CARD)
     except BadFile as error:
-        warnings.warn(f"{error} It is written anew.", stacklevel=3)
+        warnings.warn(f"{error} The card is written again.", stacklevel=3)
         return None
 
 
-def _same(begun: CacheSettings, asked: CacheSettings, folder: Path) -> None:
-    """Refuse to go on with other settings than a store was begun with."""
-    before, now = asdict(begun), asdict(asked)
-    for name, words in WORDS.items():
+def _check_same_settings(existing: CacheSettings, settings: CacheSettings, folder: Path) -> None:
+    """Raise if the settings differ from those that a store was started with."""
+    before, now = asdict(existing), asdict(settings)
+    for name, label in SETTING_LABELS.items():
         if before[name] != now[name]:
             raise BadParameter(
-                f"{folder} was begun with {words.format(before[name])}, and now it is {words.format(now[name])}. "
-                "Give the same settings to go on, or another folder."
+                f"{folder} was started with {label.format(before[name])}, got {label.format(now[name])}. "
+                "Use the same settings to continue, or another folder."
             )
 
 
-def _prepare(
-    folder: Path, settings: CacheSettings, names: list[str], given: Mapping[str, Any], repair: bool
+def _prepare_store(
+    folder: Path, settings: CacheSettings, names: list[str], source: Mapping[str, Any], repair: bool
 ) -> list[int]:
-    """Write down what the store will be, and tell which shards are still to be made."""
-    _, faults = open_shards(folder, settings, thorough=repair)
+    """Write the card and the names, and return the numbers of the shards that are missing."""
+    _, faults = open_shards(folder, settings, verify=repair)
     if not faults and (folder / NAMES).is_file() and _is_complete(folder):
         return []
-    _write_card(folder, settings, given, {})
-    text = "".join(json.dumps(name, ensure_ascii=False) + "\n" for name in names)
-    _write_text(folder / NAMES, text)
-    for number, sentence in faults.items():
-        path = settings.file_of(folder, number)
+    _write_card(folder, settings, source, {})
+    write_text(folder / NAMES, "".join(json.dumps(name, ensure_ascii=False) + "\n" for name in names))
+    for number, message in faults.items():
+        path = settings.shard_path(folder, number)
         if path.is_file():
-            warnings.warn(f"{sentence} It is harvested again.", stacklevel=3)
+            warnings.warn(f"{message} It is written again.", stacklevel=3)
             path.unlink()
     return list(faults)
 
@@ -237,44 +233,45 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-# ------------------------------------------------------------------ the harvest
+# ------------------------------------------------------------------ writing shards
 
 
-def _fill(
+def _write_shards(
     folder: Path,
     settings: CacheSettings,
-    looker: Looker,
+    extractor: RowExtractor,
     missing: list[int],
     batch: int,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Make the missing shards; one is written while the next is looked at."""
-    plan = [(number, part) for number in missing for part in batches_of(settings.range_of(number), batch)]
+    """Write the missing shards; each one is written while the tower processes the next."""
+    plan = [(number, part) for number in missing for part in split_batches(settings.photo_range(number), batch)]
     done = settings.photos - sum(len(part) for _, part in plan)
     skipped = 0
-    sheaf = _Sheaf(settings.dtype, settings.width)
+    builder = _ShardBuilder(settings.dtype, settings.width)
     writing: Future[None] | None = None
-    looked = looker.look(part for _, part in plan)
-    # on leaving, also by an error, what is being written is finished, and nothing more is decoded
-    with ThreadPoolExecutor(1, "shards") as writer, closing(looked):
+    extracted = extractor.extract(part for _, part in plan)
+    # on exit, also after an error, the shard being written is finished and decoding stops
+    with ThreadPoolExecutor(1, "shards") as writer, closing(extracted):
         if progress is not None:
             progress(done, skipped)
-        for (number, part), seen in zip(plan, looked, strict=True):
-            sheaf.add(seen, looker.names)
-            done, skipped = done + len(part), skipped + sum(isinstance(photo, Skipped) for photo in seen)
-            if part.stop == settings.range_of(number).stop:
+        for (number, part), results in zip(plan, extracted, strict=True):
+            builder.add(results, extractor.names)
+            done, skipped = done + len(part), skipped + sum(isinstance(result, SkippedPhoto) for result in results)
+            if part.stop == settings.photo_range(number).stop:
                 if writing is not None:
-                    writing.result()  # raises what went wrong; and no more than two shards are in memory
-                writing = writer.submit(sheaf.write, settings.file_of(folder, number), settings.digest, settings.tokens)
-                sheaf = _Sheaf(settings.dtype, settings.width)
+                    writing.result()  # raises errors of the writer, and limits memory to two shards
+                path = settings.shard_path(folder, number)
+                writing = writer.submit(builder.write, path, settings.digest, settings.tokens)
+                builder = _ShardBuilder(settings.dtype, settings.width)
             if progress is not None:
                 progress(done, skipped)
         if writing is not None:
             writing.result()
 
 
-class _Sheaf:
-    """The rows of one shard as they come in."""
+class _ShardBuilder:
+    """Collect the rows of one shard."""
 
     def __init__(self, dtype: str, width: int) -> None:
         self.dtype, self.width = DTYPES[dtype], width
@@ -282,26 +279,26 @@ class _Sheaf:
         self.patches: list[Tensor] = []
         self.counts: list[int] = []
         self.grids: list[tuple[int, int]] = []
-        self.skipped: list[Skipped] = []
+        self.skipped: list[SkippedPhoto] = []
 
-    def add(self, seen: list[Taken | Skipped], names: list[str]) -> None:
-        for photo in seen:
-            if isinstance(photo, Skipped):
-                self.skipped.append(photo)
+    def add(self, results: list[ExtractedRows | SkippedPhoto], names: list[str]) -> None:
+        for result in results:
+            if isinstance(result, SkippedPhoto):
+                self.skipped.append(result)
                 self.counts.append(0)
                 self.grids.append((0, 0))
                 continue
-            rows = photo.rows.to(self.dtype)
+            rows = result.rows.to(self.dtype)
             if self.dtype == torch.float16 and bool(rows.isinf().any()):
-                most = float(photo.rows.abs().max())
+                largest = float(result.rows.abs().max())
                 raise BadTokens(
-                    f"{names[photo.index]} gives a value of {most:,.0f}, and half precision ends at 65,504. "
-                    "Harvest with dtype float32 (--dtype float32) into another folder."
+                    f"{names[result.index]} has an activation of {largest:,.0f}, and float16 ends at 65,504. "
+                    "Use dtype float32 (--dtype float32) and another folder."
                 )
             self.rows.append(rows)
-            self.patches.append(photo.patches)
+            self.patches.append(result.patches)
             self.counts.append(len(rows))
-            self.grids.append(photo.grid)
+            self.grids.append(result.grid)
 
     def write(self, path: Path, digest: str, tokens: str) -> None:
         rows = torch.cat(self.rows) if self.rows else torch.empty(0, self.width, dtype=self.dtype)
@@ -312,29 +309,22 @@ class _Sheaf:
         write_shard(path, digest, rows, counts, grids, patches, self.skipped)
 
 
-def _finish(folder: Path, settings: CacheSettings, given: Mapping[str, Any]) -> Store:
-    """Open what is there now, and write its card if that is not yet done."""
+def _complete_store(folder: Path, settings: CacheSettings, source: Mapping[str, Any]) -> Store:
+    """Open the written store, and complete its card if necessary."""
     shards, faults = open_shards(folder, settings)
-    if faults:  # someone took a shard away meanwhile
-        raise BadFile(f"{next(iter(faults.values()))} Run the same again.")
+    if faults:  # a shard was removed in the meantime
+        raise BadFile(f"{next(iter(faults.values()))} Run the same command again.")
     store = Store(folder, settings, shards)
     if store.rows == 0:
-        raise nothing_read(settings.photos, store.skipped[0])
+        raise no_usable_photo(settings.photos, store.skipped[0])
     if not _is_complete(folder):
-        _write_text(folder / SKIPPED, "".join(f"{photo.name}\t{photo.reason}\n" for photo in store.skipped))
-        _write_card(folder, settings, given, store.summary() | {"complete": True})
+        write_text(folder / SKIPPED, "".join(f"{photo.name}\t{photo.reason}\n" for photo in store.skipped))
+        _write_card(folder, settings, source, store.summary() | {"complete": True})
     return store
 
 
-def _write_card(folder: Path, settings: CacheSettings, given: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-    card = {"format": "torino activations 1", "complete": False, **asdict(settings), "given": dict(given), **more}
+def _write_card(folder: Path, settings: CacheSettings, source: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+    card = {"format": "torino activations 1", "complete": False, **asdict(settings), "given": dict(source), **summary}
     text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
-    # a mean of a thousand numbers on as many lines is nothing to read
-    _write_text(folder / CARD, re.sub(r"\[[\d\s.,e+-]+\]", lambda found: " ".join(found[0].split()), text))
-
-
-def _write_text(path: Path, text: str) -> None:
-    def write(target: Path) -> None:
-        target.write_text(text, encoding="utf-8")
-
-    write_atomic(path, write)
+    # put lists of numbers, such as the mean, on one line
+    write_text(folder / CARD, re.sub(r"\[[\d\s.,e+-]+\]", lambda match: " ".join(match[0].split()), text))

@@ -1,4 +1,4 @@
-"""From photos to rows: the tower is kept busy while threads decode the photos to come."""
+"""Extract training rows from photos: threads decode the next photos while the tower runs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadParameter, TorinoError
-from torino.datasets import Gone, Photos, printable
-from torino.datasets.images import Padding, mean_colour, open_image, prepare
-from torino.training.activations.selection import Skipped, TokenKind
+from torino.datasets import Photos, SourceUnavailable, escape_surrogates
+from torino.datasets.images import Padding, mean_color, open_image, prepare
+from torino.training.activations.selection import SkippedPhoto, TokenSelection
 from torino.vlm.towers import Tower
 
-# What of an image processor decides on the pixels that a tower sees.
-PIXELS = (
+# Settings of an image processor that determine the pixels a tower receives.
+PIXEL_SETTINGS = (
     *("size", "crop_size", "image_mean", "image_std", "resample", "do_resize", "do_center_crop", "do_pad"),
     *("patch_size", "max_num_patches", "min_pixels", "max_pixels"),
 )
+MAX_REASON = 300  # characters
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a photo gave: its rows in float32 on the CPU, the numbers of their patches, and the grid."""
+class ExtractedRows:
+    """Rows of a photo, in float32 on the CPU, the indices of their patches, and the patch grid."""
 
     index: int
     rows: Tensor
@@ -41,18 +42,18 @@ class Taken:
     grid: tuple[int, int]
 
 
-class Looker:
-    """Looks at photos by number, through one tower and in one way.
+class RowExtractor:
+    """Extract training rows from photos with one tower and one token selection.
 
     Parameters
     ----------
     tower : Tower
     photos : Photos
     tokens : str
-        See :class:`torino.training.activations.selection.TokenKind`.
+        See :class:`torino.training.activations.selection.TokenSelection`.
     padding : {"crop", "square"}
     seed : int
-        Of the random patches.
+        Seed of the random patches.
     """
 
     def __init__(
@@ -62,152 +63,150 @@ class Looker:
             raise BadParameter(f"padding must be 'crop' or 'square', got {padding!r}.")
         self.tower, self.photos, self.seed = tower, photos, seed
         self.padding: Padding = padding
-        self.kind = TokenKind.of(tokens)
-        self.kind.check(tower.has_cls, tower.origin.encoder)
+        self.selection = TokenSelection.parse(tokens)
+        self.selection.check_tower(tower.has_cls, tower.origin.encoder)
         self.names = photos.names()
-        # a tower on the CPU uses all of it: a second thread that decodes would only be in its way
+        # a tower on the CPU uses all cores, so more decoding threads would only slow it down
         on_cpu = next(tower.model.parameters()).device.type == "cpu"
         self.workers = 1 if on_cpu else min(16, os.cpu_count() or 1)
 
-    def look(self, batches: Iterable[Sequence[int]]) -> Generator[list[Taken | Skipped]]:
-        """Look at batches of photos in order; those to come are decoded by threads while the tower runs.
+    def extract(self, batches: Iterable[Sequence[int]]) -> Generator[list[ExtractedRows | SkippedPhoto]]:
+        """Yield the rows of batches of photos in order; threads decode the next batches while the tower runs.
 
-        A photo that cannot be read, or that the tower refuses, is skipped and stops no other.
+        A photo that cannot be read, or that the tower rejects, is skipped; the others are not affected.
         """
-        todo = iter(batches)
-        waiting: deque[list[Future[_Ready | Skipped]]] = deque()
+        remaining = iter(batches)
+        waiting: deque[list[Future[_PreparedPhoto | SkippedPhoto]]] = deque()
         pool = ThreadPoolExecutor(self.workers, "photos")
         try:
             while True:
-                # two batches ahead, or so many that every thread has something to do
+                # decode two batches ahead, or more if that is needed to keep every thread busy
                 while len(waiting) < 3 or sum(map(len, waiting)) < 2 * self.workers:
-                    batch = next(todo, None)
+                    batch = next(remaining, None)
                     if batch is None:
                         break
-                    waiting.append([pool.submit(self._ready, index) for index in batch])
+                    waiting.append([pool.submit(self._prepare, index) for index in batch])
                 if not waiting:
                     return
-                yield self._seen([future.result() for future in waiting.popleft()])
+                yield self._extract_batch([future.result() for future in waiting.popleft()])
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def rows_per_photo(self) -> int:
-        """How many rows a photo gives; for ``all``, as many as the first that can be read."""
-        if self.kind.count is not None:
-            return self.kind.count
-        first: Skipped | None = None
+        """Return the number of rows per photo; for ``all``, that of the first readable photo."""
+        if self.selection.count is not None:
+            return self.selection.count
+        first_skipped: SkippedPhoto | None = None
         for index in range(len(self.photos)):
-            (seen,) = self._seen([self._ready(index)])
-            if isinstance(seen, Taken):
-                return len(seen.rows)
-            first = first or seen
-        assert first is not None  # a source has at least one photo
-        raise nothing_read(len(self.photos), first)
+            (result,) = self._extract_batch([self._prepare(index)])
+            if isinstance(result, ExtractedRows):
+                return len(result.rows)
+            first_skipped = first_skipped or result
+        assert first_skipped is not None  # a source has at least one photo
+        raise no_usable_photo(len(self.photos), first_skipped)
 
-    def _ready(self, index: int) -> _Ready | Skipped:
-        """Decode a photo and bring it into the form that the tower takes; in a thread."""
+    def _prepare(self, index: int) -> _PreparedPhoto | SkippedPhoto:
+        """Decode and preprocess a photo; runs in a thread."""
         data = None
         try:
             data = self.photos[index].data
-            picture = prepare(open_image(data), self.padding, mean_colour(self.tower.processor))
+            picture = prepare(open_image(data), self.padding, mean_color(self.tower.processor))
             (inputs,) = self.tower.process([picture])
-        except (Gone, MemoryError, torch.OutOfMemoryError):  # not the fault of this photo
+        except (SourceUnavailable, MemoryError, torch.OutOfMemoryError):  # not caused by this photo
             raise
-        except Exception as error:  # decoders and processors raise whatever they stumble over
-            # where the photo lies on this machine is nobody's business who reads the store
-            reason = (
-                _sentence(error).replace(printable(str(data)), self.names[index])
-                if isinstance(data, Path)
-                else _sentence(error)
-            )
-            return Skipped(index, self.names[index], reason)
-        return _Ready(index, inputs)
+        except Exception as error:  # decoders and processors raise many kinds of errors
+            reason = _one_line(error)
+            if isinstance(data, Path):  # a store must not contain paths of the machine it was made on
+                reason = reason.replace(escape_surrogates(str(data)), self.names[index])
+            return SkippedPhoto(index, self.names[index], reason)
+        return _PreparedPhoto(index, inputs)
 
-    def _seen(self, batch: Sequence[_Ready | Skipped]) -> list[Taken | Skipped]:
-        found: list[Taken | Skipped] = [photo for photo in batch if isinstance(photo, Skipped)]
-        # as in the tower itself: neighbours of one shape, or laid end to end, go through together
-        for _, same in groupby((photo for photo in batch if isinstance(photo, _Ready)), key=_shape):
-            run = list(same)
+    def _extract_batch(self, batch: Sequence[_PreparedPhoto | SkippedPhoto]) -> list[ExtractedRows | SkippedPhoto]:
+        results: list[ExtractedRows | SkippedPhoto] = [photo for photo in batch if isinstance(photo, SkippedPhoto)]
+        prepared = (photo for photo in batch if isinstance(photo, _PreparedPhoto))
+        # as in Tower.process: neighbors that can be concatenated go through the tower together
+        for _, group in groupby(prepared, key=_input_shape):
+            photos = list(group)
             try:
-                found += self._through(run)
-            except ValueError:  # TorinoError is one too: then which of them was it?
-                for photo in run:
+                results += self._run_tower(photos)
+            except ValueError:  # includes TorinoError; run one by one to find the photo that causes it
+                for photo in photos:
                     try:
-                        found += self._through([photo])
+                        results += self._run_tower([photo])
                     except ValueError as error:
-                        found.append(Skipped(photo.index, self.names[photo.index], _sentence(error)))
-        at = {photo.index: place for place, photo in enumerate(batch)}
-        return sorted(found, key=lambda photo: at[photo.index])
+                        results.append(SkippedPhoto(photo.index, self.names[photo.index], _one_line(error)))
+        position = {photo.index: place for place, photo in enumerate(batch)}
+        return sorted(results, key=lambda result: position[result.index])
 
     @torch.no_grad()
-    def _through(self, run: Sequence[_Ready]) -> list[Taken]:
-        inputs = {key: torch.cat([photo.inputs[key] for photo in run]) for key in run[0].inputs}
-        tokens = self.tower.see(inputs)
+    def _run_tower(self, photos: Sequence[_PreparedPhoto]) -> list[ExtractedRows]:
+        inputs = {key: torch.cat([photo.inputs[key] for photo in photos]) for key in photos[0].inputs}
+        tokens = self.tower.visual_tokens(inputs)
         patches = [
-            self.kind.patches(len(each), self.names[photo.index], self.seed)
-            for photo, each in zip(run, tokens, strict=True)
+            self.selection.select_patches(len(image), self.names[photo.index], self.seed)
+            for photo, image in zip(photos, tokens, strict=True)
         ]
-        rows = [self.kind.rows(each, chosen) for each, chosen in zip(tokens, patches, strict=True)]
-        together = torch.cat(rows).to("cpu", torch.float32)  # one way off the device for the whole batch
-        parts = together.split([len(each) for each in rows])
+        rows = [self.selection.select_rows(image, chosen) for image, chosen in zip(tokens, patches, strict=True)]
+        on_cpu = torch.cat(rows).to("cpu", torch.float32)  # one transfer for the whole batch
+        parts = on_cpu.split([len(image_rows) for image_rows in rows])
         return [
-            Taken(photo.index, part, chosen, each.grid)
-            for photo, part, chosen, each in zip(run, parts, patches, tokens, strict=True)
+            ExtractedRows(photo.index, part, chosen, image.grid)
+            for photo, part, chosen, image in zip(photos, parts, patches, tokens, strict=True)
         ]
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """A photo as the tower takes it."""
+class _PreparedPhoto:
+    """Inputs of the tower for one photo."""
 
     index: int
     inputs: dict[str, Tensor]
 
 
-def _shape(photo: _Ready) -> object:
+def _input_shape(photo: _PreparedPhoto) -> object:
     return None if "image_grid_thw" in photo.inputs else photo.inputs["pixel_values"].shape
 
 
-def _sentence(error: Exception) -> str:
-    text = " ".join((printable(str(error)).strip() or type(error).__name__).split())
-    return text if len(text) < 300 else text[:300] + "…"
+def _one_line(error: Exception) -> str:
+    text = " ".join((escape_surrogates(str(error)).strip() or type(error).__name__).split())
+    return text if len(text) < MAX_REASON else text[:MAX_REASON] + "…"
 
 
-def nothing_read(count: int, first: Skipped) -> TorinoError:
-    """Build the error for photos of which none can be used."""
+def no_usable_photo(count: int, first: SkippedPhoto) -> TorinoError:
+    """Build the error for a source without any usable photo."""
     return TorinoError(f"None of the {count:,} photos could be used. The first, {first.name}: {first.reason}")
 
 
-def batches_of(numbers: range, size: int) -> Iterator[range]:
-    """Cut a range into batches."""
+def split_batches(numbers: range, size: int) -> Iterator[range]:
+    """Split a range into batches."""
     if size < 1:
         raise BadParameter(f"batch must be at least 1, got {size}.")
     return (numbers[start : start + size] for start in range(0, len(numbers), size))
 
 
 @contextmanager
-def calm() -> Generator[None]:
-    """Keep warnings about photos off the screen, and what threads do to the filters of warnings out of the program."""
+def ignore_frame_warnings() -> Generator[None]:
+    """Ignore warnings about photos with several frames, and restore the warning filters, which threads may change."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*several frames")
         yield
 
 
-def hash_of_tower(tower: Tower) -> str:
-    """Says which tower this is: a hash of its weights, and of what its processor does to a photo."""
-    found = hashlib.sha256(type(tower.model).__name__.encode())
+def hash_tower(tower: Tower) -> str:
+    """Hash the weights of a tower and the settings of its processor that affect the pixels."""
+    digest = hashlib.sha256(type(tower.model).__name__.encode())
     for name, weight in sorted(tower.model.state_dict().items()):
         values = weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        found.update(f"{name} {weight.dtype} {tuple(weight.shape)} {zlib.crc32(values):08x}\n".encode())
-    told: dict[str, Any] = tower.processor.to_dict() if hasattr(tower.processor, "to_dict") else {}
-    found.update(repr([(key, _plain(told.get(key))) for key in PIXELS]).encode())
-    return found.hexdigest()[:16]
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {zlib.crc32(values):08x}\n".encode())
+    settings: dict[str, Any] = tower.processor.to_dict() if hasattr(tower.processor, "to_dict") else {}
+    digest.update(repr([(key, _plain_value(settings.get(key))) for key in PIXEL_SETTINGS]).encode())
+    return digest.hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
-    """Settings of a processor without the classes that some releases wrap them in, and without empty fields."""
+def _plain_value(value: Any) -> Any:
+    """Convert a processor setting to plain types without empty fields; some releases wrap settings in classes."""
     if hasattr(value, "items"):
-        return sorted((str(key), _plain(each)) for key, each in value.items() if each is not None)
+        return sorted((str(key), _plain_value(item)) for key, item in value.items() if item is not None)
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+        return [_plain_value(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return float(value) if isinstance(value, int | float) else str(value)

@@ -1,4 +1,4 @@
-"""Which tokens of a photo are trained on, and what is said of a photo that gave none."""
+"""Token selection: which tokens of a photo become training rows."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 
 from torino.core.errors import BadParameter, MissingSignal
 from torino.core.tokens import VisualTokens
-from torino.training.sampler import drawn, key_of
+from torino.training.sampler import hash_key, sample_without_replacement
 
 
 @dataclass(frozen=True)
-class TokenKind:
-    """Which tokens of a photo are rows: ``cls``, ``random:R``, or ``all`` patches.
+class TokenSelection:
+    """Selection of the tokens of a photo: ``cls``, ``random:R`` patches, or ``all`` patches.
 
-    Random patches are drawn by the seed and the name of the photo, so they hang neither on the order of the photos
-    nor on the batch. A photo with no more than R patches gives all of them.
+    Random patches depend only on the seed and the name of the photo, not on the order of the photos or on the batch. A
+    photo with at most R patches contributes all of them.
 
     Examples
     --------
-    >>> TokenKind.of("random:2")
-    TokenKind(name='random:2', count=2)
-    >>> TokenKind.of("random:2").words, TokenKind.of("all").words
+    >>> TokenSelection.parse("random:2")
+    TokenSelection(name='random:2', count=2)
+    >>> TokenSelection.parse("random:2").description, TokenSelection.parse("all").description
     ('2 random tokens per image', 'patch')
     """
 
@@ -32,46 +32,44 @@ class TokenKind:
     count: int | None
 
     @classmethod
-    def of(cls, text: str) -> TokenKind:
-        """Read a kind as it is written on the command line."""
+    def parse(cls, text: str) -> TokenSelection:
+        """Parse a selection as written on the command line."""
         if text in ("cls", "all"):
             return cls(text, 1 if text == "cls" else None)
-        found = re.fullmatch(r"random:([1-9]\d{0,6})", text)
-        if found is None:
-            raise BadParameter(f"tokens must be cls, all, or random:R with R patches a photo (random:2), got {text!r}.")
-        return cls(text, int(found[1]))
+        match = re.fullmatch(r"random:([1-9]\d{0,6})", text)
+        if match is None:
+            raise BadParameter(f"tokens must be cls, all, or random:R for R patches per photo, got {text!r}.")
+        return cls(text, int(match[1]))
 
     @property
-    def words(self) -> str:
-        """The kind as the card of an SAE says it."""
+    def description(self) -> str:
+        """Description for the card of an SAE."""
         return {"cls": "cls", "all": "patch"}.get(self.name) or f"{self.count} random tokens per image"
 
-    def check(self, has_cls: bool, encoder: str) -> None:
-        """Refuse a tower that has no such tokens."""
+    def check_tower(self, has_cls: bool, encoder: str) -> None:
+        """Raise if a tower does not have these tokens."""
         if self.name == "cls" and not has_cls:
-            raise MissingSignal(
-                f"{encoder or 'This tower'} has no CLS token, and tokens are cls. Take random:R or all."
-            )
+            raise MissingSignal(f"{encoder or 'This tower'} has no CLS token. Use tokens random:R or all.")
 
-    def patches(self, count: int, photo: str, seed: int) -> Tensor:
-        """Numbers of the patches taken from a photo of ``count`` patches, ascending; none of them for ``cls``."""
+    def select_patches(self, count: int, photo: str, seed: int) -> Tensor:
+        """Return the indices of the selected patches of a photo with ``count`` patches, ascending; none for ``cls``."""
         if self.name == "all":
             return torch.arange(count, dtype=torch.int32)
         if self.count is None or self.name == "cls":
             return torch.empty(0, dtype=torch.int32)
-        return torch.from_numpy(drawn(count, self.count, key_of(seed, photo))).to(torch.int32)
+        return torch.from_numpy(sample_without_replacement(count, self.count, hash_key(seed, photo))).to(torch.int32)
 
-    def rows(self, tokens: VisualTokens, patches: Tensor) -> Tensor:
-        """The rows of a photo, shape (n, D), where the tower left them."""
+    def select_rows(self, tokens: VisualTokens, patches: Tensor) -> Tensor:
+        """Return the selected rows of a photo, shape (n, D), on the device of the tokens."""
         if self.name == "cls":
-            assert tokens.cls is not None  # check() has seen to it
+            assert tokens.cls is not None  # ensured by check_tower()
             return tokens.cls[None]
         return tokens.patches if self.name == "all" else tokens.patches[patches.long()]
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """A photo that could not be used, and the sentence that says why."""
+class SkippedPhoto:
+    """A photo that could not be used, and the reason."""
 
     index: int
     name: str

@@ -1,13 +1,13 @@
-"""Shards: how activations lie on the disk. Rows are mapped into memory, and a card says what they are.
+"""File format of cached activations: memory-mapped shards and a card.
 
 ::
 
-    STORE/card.json                what was harvested, counts, mean and norms, and the shards with their checksums
-    STORE/photos.jsonl             the names of the photos, one to a line
+    STORE/card.json                settings, counts, mean and norms, and the checksums of the shards
+    STORE/photos.jsonl             names of the photos, one per line
     STORE/skipped.txt              photos that could not be used, and why
-    STORE/shards/00000.safetensors rows of the first photos, how many each gave, and their sums; whole or not there
+    STORE/shards/00000.safetensors rows of the first photos, number of rows per photo, and sums; written atomically
 
-Shard k holds the photos from k × ``photos_per_shard`` on, so any shard can be made anew without the others.
+Shard k holds the photos from k × ``photos_per_shard`` on, so any shard can be written again without the others.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from torch import Tensor
 
 from torino.core.errors import BadFile
 from torino.core.io import read_json, write_arrays
-from torino.training.activations.selection import Skipped
+from torino.training.activations.selection import SkippedPhoto
 
 CARD, NAMES, SKIPPED, SHARDS = "card.json", "photos.jsonl", "skipped.txt", "shards"
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
-_TYPES = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I32": torch.int32}
+_SAFETENSORS_DTYPES = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I32": torch.int32}
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What decides on the rows of a store; the card holds these fields.
+    """Settings that determine the rows of a store; the card contains these fields.
 
     Attributes
     ----------
     encoder, block, width, tower
-        The tower: its name, the block tapped, the width of its tokens, and a hash of its weights and processor.
+        The tower: its name, the zero-based block of the feature layer, the width of its tokens, and a hash of its
+        weights and processor.
     tokens, padding, seed
-        As for :class:`torino.training.activations.extraction.Looker`.
+        As for :class:`torino.training.activations.extraction.RowExtractor`.
     dtype : str
-        Of the rows on disk, ``float16`` or ``float32``.
+        Data type of the rows on disk, ``float16`` or ``float32``.
     data, fingerprint, photos
-        The photos: a line of words, their fingerprint, and how many.
+        The photos: a description, their fingerprint, and their number.
     photos_per_shard : int
     """
 
@@ -65,30 +66,32 @@ class CacheSettings:
     photos_per_shard: int
 
     @classmethod
-    def of(cls, card: Mapping[str, Any], path: Path) -> CacheSettings:
-        """Take the settings out of a card."""
+    def from_card(cls, card: Mapping[str, Any], path: Path) -> CacheSettings:
+        """Read the settings from the contents of a card."""
         try:
             return cls(**{field.name: card[field.name] for field in fields(cls)})
         except KeyError as error:
-            raise BadFile(f"{path} is not the card of a store: it lacks {error}. Harvest into a new folder.") from error
+            raise BadFile(
+                f"{path} is not the card of an activation store: {error} is missing. Cache activations in a new folder."
+            ) from error
 
     @property
     def digest(self) -> str:
-        """A hash that every shard carries."""
-        told = {name: value for name, value in asdict(self).items() if name != "data"}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        """Hash of the settings, which every shard contains."""
+        values = {name: value for name, value in asdict(self).items() if name != "data"}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def shards(self) -> int:
-        """How many shards there are in all."""
+        """Number of shards of the complete store."""
         return -(-self.photos // self.photos_per_shard)
 
-    def range_of(self, shard: int) -> range:
-        """Photos of a shard."""
+    def photo_range(self, shard: int) -> range:
+        """Return the indices of the photos of a shard."""
         return range(shard * self.photos_per_shard, min((shard + 1) * self.photos_per_shard, self.photos))
 
-    def file_of(self, folder: Path, shard: int) -> Path:
-        """Where a shard lies."""
+    def shard_path(self, folder: Path, shard: int) -> Path:
+        """Return the path of a shard."""
         return folder / SHARDS / f"{shard:05d}.safetensors"
 
 
@@ -97,22 +100,23 @@ class CacheSettings:
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of some photos.
+    """Rows of consecutive photos.
 
     Attributes
     ----------
+    path : Path
     rows : Tensor of shape (n, D)
-        In the dtype of the store; mapped, so a row is read from the disk when it is asked for.
+        In the dtype of the store; memory-mapped, so a row is read from disk when it is used.
     counts : Tensor of shape (photos,), int32
-        Rows of each photo, 0 for one that was skipped.
+        Number of rows of each photo, 0 if it was skipped.
     grids : Tensor of shape (photos, 2), int32
     patches : Tensor of shape (n,), int32, or None
-        Number of the patch of each row, for random ones.
+        Index of the patch of each row, for random patches.
     sums : Tensor of shape (D + 2,), float64
         Sum of the rows, of their norms, and of their squared norms.
-    skipped : tuple of Skipped
+    skipped : tuple of SkippedPhoto
     crc32 : str
-        Of everything above.
+        Checksum of all tensors.
     """
 
     path: Path
@@ -121,30 +125,31 @@ class Shard:
     grids: Tensor
     patches: Tensor | None
     sums: Tensor
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedPhoto, ...]
     crc32: str
 
     @classmethod
     def open(cls, path: Path, digest: str) -> Shard:
-        """Map a shard; one that is cut off, or of other settings, is a :class:`BadFile`."""
-        tensors, told = _mapped(path)
-        if told["settings"] != digest:
-            raise BadFile(f"{path} was harvested with other settings than its store.")
-        skipped = tuple(Skipped(*each) for each in told["skipped"])
-        patches = tensors.get("patches")
-        # what is small is taken into memory; the rows stay on the disk
+        """Map a shard into memory; raise :class:`BadFile` if it is truncated or has other settings."""
+        tensors, header = _map_safetensors(path)
+        if header["settings"] != digest:
+            raise BadFile(f"{path} was written with other settings than its store.")
+        skipped = tuple(SkippedPhoto(*entry) for entry in header["skipped"])
+        # small tensors are copied into memory; the rows stay on disk
         small = {name: tensors[name].clone() for name in ("counts", "grids", "sums")}
-        return cls(path, tensors["rows"], patches=patches, skipped=skipped, crc32=told["crc32"], **small)
+        return cls(
+            path, tensors["rows"], patches=tensors.get("patches"), skipped=skipped, crc32=header["crc32"], **small
+        )
 
     @property
-    def parts(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
-        parts = {"rows": self.rows, "counts": self.counts, "grids": self.grids, "sums": self.sums}
-        return parts if self.patches is None else parts | {"patches": self.patches}
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors by name."""
+        tensors = {"rows": self.rows, "counts": self.counts, "grids": self.grids, "sums": self.sums}
+        return tensors if self.patches is None else tensors | {"patches": self.patches}
 
-    def whole(self) -> bool:
-        """Whether the checksum is right; reads all of the shard."""
-        return _checksum(self.parts) == self.crc32
+    def is_intact(self) -> bool:
+        """Read the whole shard and return whether its checksum is correct."""
+        return _checksum(self.tensors) == self.crc32
 
 
 def write_shard(
@@ -154,19 +159,20 @@ def write_shard(
     counts: Tensor,
     grids: Tensor,
     patches: Tensor | None,
-    skipped: Sequence[Skipped],
+    skipped: Sequence[SkippedPhoto],
 ) -> None:
-    """Write a shard, whole or not at all."""
-    tensors = {"rows": rows, "counts": counts, "grids": grids, "sums": _sums(rows)}
+    """Write a shard atomically."""
+    tensors = {"rows": rows, "counts": counts, "grids": grids, "sums": _sum_rows(rows)}
     if patches is not None:
         tensors["patches"] = patches
-    told = {"settings": digest, "crc32": _checksum(tensors), "skipped": [list(vars(each).values()) for each in skipped]}
-    # one field: the order of several would differ from run to run
-    write_arrays(path, tensors, {"torino": json.dumps(told, ensure_ascii=False)})
+    entries = [list(vars(photo).values()) for photo in skipped]
+    header = {"settings": digest, "crc32": _checksum(tensors), "skipped": entries}
+    # a single metadata field: the order of several fields would differ from run to run
+    write_arrays(path, tensors, {"torino": json.dumps(header, ensure_ascii=False)})
 
 
-def _sums(rows: Tensor) -> Tensor:
-    """Sum of rows, norms and squared norms in float64, in an order that no number of threads changes."""
+def _sum_rows(rows: Tensor) -> Tensor:
+    """Sum rows, norms and squared norms in float64; the result does not depend on the number of threads."""
     total = np.zeros(rows.shape[1] + 2)
     for part in rows.split(4096):
         values = part.numpy().astype(np.float64)
@@ -176,18 +182,18 @@ def _sums(rows: Tensor) -> Tensor:
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    found = 0
+    crc = 0
     for name in sorted(tensors):
         values = tensors[name]
-        found = zlib.crc32(f"{name} {tuple(values.shape)}".encode(), found)
+        crc = zlib.crc32(f"{name} {tuple(values.shape)}".encode(), crc)
         if values.numel():
-            found = zlib.crc32(values.contiguous().flatten().view(torch.uint8).numpy().data, found)
-    return f"{found:08x}"
+            crc = zlib.crc32(values.contiguous().flatten().view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}"
 
 
-def _mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a safetensors file where they lie on the disk, and what it says about itself."""
-    damaged = f"{path} is cut off or damaged"
+def _map_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Map the tensors of a shard into memory and read its metadata."""
+    damaged = f"{path} is truncated or damaged"
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -195,17 +201,18 @@ def _mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             if not 0 < length <= size - 8:
                 raise BadFile(f"{damaged}.")
             header: dict[str, Any] = json.loads(file.read(length))
-        told: dict[str, Any] = json.loads(header.pop("__metadata__")["torino"])
-        if {"settings", "crc32", "skipped"} - set(told) or {"rows", "counts", "grids", "sums"} - set(header):
-            raise BadFile(f"{path} is no shard of a store.")
-        if size != 8 + length + max(int(entry["data_offsets"][1]) for entry in header.values()):
-            raise BadFile(f"{damaged}: it has {size:,} bytes and should have more or less.")
+        metadata: dict[str, Any] = json.loads(header.pop("__metadata__")["torino"])
+        if {"settings", "crc32", "skipped"} - set(metadata) or {"rows", "counts", "grids", "sums"} - set(header):
+            raise BadFile(f"{path} is not a shard of an activation store.")
+        expected = 8 + length + max(int(entry["data_offsets"][1]) for entry in header.values())
+        if size != expected:
+            raise BadFile(f"{damaged}: it has {size:,} bytes instead of {expected:,}.")
         # torch maps without keeping the file open: a store may have more shards than a process may have open files
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
         tensors: dict[str, Tensor] = {}
         for name, entry in header.items():
             start, stop = entry["data_offsets"]
-            dtype, shape = _TYPES[entry["dtype"]], tuple(entry["shape"])
+            dtype, shape = _SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"])
             if stop - start != prod(shape) * dtype.itemsize:
                 raise BadFile(f"{damaged}.")
             aligned = (data.storage_offset() + start) % dtype.itemsize == 0
@@ -217,35 +224,37 @@ def _mapped(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if isinstance(error, BadFile):
             raise
         raise BadFile(f"{damaged} ({type(error).__name__}).") from error
-    return tensors, told
+    return tensors, metadata
 
 
 def read_card(folder: Path) -> dict[str, Any]:
     """Read the card of a store."""
     if not (folder / CARD).is_file():
-        raise BadFile(f"{folder} holds no store: there is no {CARD} in it. Give a folder that torino harvest wrote.")
+        raise BadFile(
+            f"{folder} is not an activation store: it has no {CARD}. Give a folder that torino activations wrote."
+        )
     return read_json(folder / CARD)
 
 
 def open_shards(
-    folder: Path, settings: CacheSettings, *, thorough: bool = False
+    folder: Path, settings: CacheSettings, *, verify: bool = False
 ) -> tuple[dict[int, Shard], dict[int, str]]:
-    """Open the shards of a store: those that are whole, and a sentence for each that is not.
+    """Open the shards of a store; return the intact ones, and a message for each of the others.
 
-    Sizes and headers are always checked; checksums, for which all is read, if ``thorough``.
+    Sizes and headers are always checked; checksums, which need all data to be read, only if ``verify``.
     """
     shards: dict[int, Shard] = {}
     faults: dict[int, str] = {}
     for number in range(settings.shards):
-        path = settings.file_of(folder, number)
+        path = settings.shard_path(folder, number)
         if not path.is_file():
             faults[number] = f"{path} is missing."
             continue
         try:
             shard = Shard.open(path, settings.digest)
-            if shard.rows.shape[1] != settings.width or len(shard.counts) != len(settings.range_of(number)):
-                raise BadFile(f"{path} does not hold what it should.")
-            if thorough and not shard.whole():
+            if shard.rows.shape[1] != settings.width or len(shard.counts) != len(settings.photo_range(number)):
+                raise BadFile(f"{path} has the wrong width or number of photos.")
+            if verify and not shard.is_intact():
                 raise BadFile(f"{path} is damaged: its checksum is not {shard.crc32}.")
             shards[number] = shard
         except BadFile as error:

@@ -1,4 +1,4 @@
-"""A stream: rows to train on straight from a tower, with no store in between."""
+"""Activation stream: training rows directly from a tower, without a store."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from torch import Tensor
 from torino.core.errors import BadParameter
 from torino.datasets import Photos
 from torino.datasets.images import Padding
-from torino.training.activations.base import Part, part_of
-from torino.training.activations.extraction import Looker, Taken, calm, hash_of_tower, nothing_read
-from torino.training.activations.selection import Skipped
-from torino.training.sampler import Order, endless, key_of
+from torino.training.activations.base import Part, check_batch, part_range
+from torino.training.activations.extraction import (
+    ExtractedRows,
+    RowExtractor,
+    hash_tower,
+    ignore_frame_warnings,
+    no_usable_photo,
+)
+from torino.training.activations.selection import SkippedPhoto
+from torino.training.sampler import Permutation, hash_key, shuffled_epochs
 from torino.vlm.towers import Tower
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """What decides on the rows of a stream, beside its seed: a run goes on only with the same."""
+    """Settings that, with the seed, determine the rows of a stream; a run is resumed only with the same ones."""
 
     tower: str
     fingerprint: str
@@ -34,18 +40,19 @@ class StreamSettings:
 
 
 class Stream:
-    """Activations that a tower gives while an SAE trains on them; an :class:`torino.training.activations.base.Activations`.
+    """Activations computed while an SAE trains; implements :class:`torino.training.activations.base.Activations`.
 
-    Photos come in a pseudo-random order, anew in every pass, one buffer of them after the other. The rows of a buffer
-    are mixed and handed out over as many steps as they last, so that every step sees rows of all its photos. Which
-    photos make the buffer of a step follows from the step alone: a run resumed in the middle looks at the photos of
-    that one buffer again, and at no others.
+    Photos are read in a pseudo-random order, which differs in every epoch, one buffer at a time. The rows of a buffer
+    are mixed and used for as many steps as they last, so that every step gets rows of all photos of the buffer. The
+    photos in the buffer of a step depend only on the step: a resumed run processes the photos of that one buffer again,
+    and no others.
 
-    The photos of a buffer lie in lanes of ``batch`` photos, and each lane fills its own part of every batch. Processes
-    that share a batch thus look only at the lanes of their part, and see the same rows as one process would.
+    The photos of a buffer are divided into lanes of ``batch`` photos, and each lane fills its own part of every batch.
+    Processes that share a batch therefore process only the lanes of their part, and get the same rows as a single
+    process.
 
-    A pass through a store is repeated at no cost; a stream pays the tower again. It is for more photos than the disk
-    has room for, or for less than about one pass.
+    Another epoch over a store is cheap; a stream has to run the tower again. It is meant for photos whose activations
+    do not fit on the disk, or for runs of less than about one epoch.
 
     Parameters
     ----------
@@ -54,18 +61,18 @@ class Stream:
     tokens : str
         ``cls``, ``random:R`` or ``all``.
     seed : int
-        Of the order, and of the random patches.
+        Seed of the order and of the random patches.
     buffer : int
-        Photos that are mixed with each other; more where one batch takes more. Their rows are kept in memory, in
-        float32: 128 photos of 576 patches 1,024 wide are 300 MB.
+        Number of photos that are mixed with each other; more if one batch needs more. Their rows are kept in memory, in
+        float32: 128 photos with 576 patches of width 1,024 take 300 MB.
     padding : {"crop", "square"}
     batch : int
-        Photos that go through the tower at once.
+        Number of photos per forward pass of the tower.
 
     Attributes
     ----------
-    skipped : dict of str to Skipped
-        Photos that could not be used so far, by name. Others of their lane take their place.
+    skipped : dict of str to SkippedPhoto
+        Photos that could not be used so far, by name. Other photos of their lane replace them.
     """
 
     rows = None
@@ -83,92 +90,103 @@ class Stream:
     ) -> None:
         if buffer < 1 or batch < 1:
             raise BadParameter(f"buffer and batch must be at least 1, got {buffer} and {batch}.")
-        self._looker = Looker(tower, photos, tokens, padding=padding, seed=seed)
-        self.seed, self.buffer, self._lane = seed, min(buffer, len(photos)), batch
-        self.skipped: dict[str, Skipped] = {}
-        self._held: tuple[tuple[int, int], dict[int, Tensor]] = ((-1, -1), {})
+        self._extractor = RowExtractor(tower, photos, tokens, padding=padding, seed=seed)
+        self.seed, self.buffer, self._lane_size = seed, min(buffer, len(photos)), batch
+        self.skipped: dict[str, SkippedPhoto] = {}
+        # rows in memory: the key (batch size, number of the buffer), and the rows of its lanes
+        self._loaded: tuple[tuple[int, int], dict[int, Tensor]] = ((-1, -1), {})
 
     @property
     def width(self) -> int:
         """Width D of a row."""
-        return self._looker.tower.width
+        return self._extractor.tower.width
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What the card of an SAE says of its training data."""
-        origin, kind = self._looker.tower.origin, self._looker.kind.words
-        data = self._looker.photos.describe
-        return {"encoder": origin.encoder, "block": origin.block, "token_kind": kind, "data": data, "license": ""}
+    def metadata(self) -> dict[str, Any]:
+        """Fields for the card of an SAE."""
+        origin = self._extractor.tower.origin
+        return {
+            "encoder": origin.encoder,
+            "block": origin.block,
+            "token_kind": self._extractor.selection.description,
+            "data": self._extractor.photos.describe,
+            "license": "",
+        }
 
     @cached_property
     def settings(self) -> StreamSettings:
-        """What tells these rows from others."""
-        look = self._looker
-        tower, photos = hash_of_tower(look.tower), look.photos.fingerprint
-        return StreamSettings(tower, photos, look.kind.name, look.padding, self.buffer, self._lane)
+        """Settings that identify the rows."""
+        extractor = self._extractor
+        return StreamSettings(
+            tower=hash_tower(extractor.tower),
+            fingerprint=extractor.photos.fingerprint,
+            tokens=extractor.selection.name,
+            padding=extractor.padding,
+            buffer=self.buffer,
+            lane=self._lane_size,
+        )
 
     @cached_property
-    def _per_photo(self) -> int:
-        with calm():
-            return self._looker.rows_per_photo()
+    def _rows_per_photo(self) -> int:
+        with ignore_frame_warnings():
+            return self._extractor.rows_per_photo()
 
     def batch(self, step: int, size: int, part: Part = (0, 1)) -> Tensor:
-        """Rows of a step; see :class:`torino.training.activations.base.Activations`."""
-        if size < 1 or step < 0:
-            raise BadParameter(f"A batch needs a size of at least 1 and a step from 0, got {size} and {step}.")
-        lanes, steps = self._plan(size)
-        filling, inside = divmod(step, steps)
-        mine = part_of(size, part)
-        shares = {lane: part_of(size, (lane, lanes)) for lane in range(lanes)}
+        """Return the rows of a step; see :class:`torino.training.activations.base.Activations`."""
+        check_batch(step, size)
+        lanes, steps = self._buffer_plan(size)
+        buffer_number, step_in_buffer = divmod(step, steps)
+        own = part_range(size, part)
+        shares = {lane: part_range(size, (lane, lanes)) for lane in range(lanes)}
         wanted = {
-            lane: range(max(share.start, mine.start) - share.start, min(share.stop, mine.stop) - share.start)
+            lane: range(max(share.start, own.start) - share.start, min(share.stop, own.stop) - share.start)
             for lane, share in shares.items()
-            if max(share.start, mine.start) < min(share.stop, mine.stop)
+            if max(share.start, own.start) < min(share.stop, own.stop)
         }
-        self._look(size, lanes, filling, list(wanted))
-        found: list[Tensor] = [torch.empty(0, self.width)]
-        for lane, positions in wanted.items():
-            rows = self._rows(size, lanes, filling, lane)
-            places = inside * len(shares[lane]) + np.asarray(positions)
-            chosen = Order(len(rows), key_of(self.seed, "rows", filling, lane)).at(places % len(rows))
-            found.append(rows[torch.from_numpy(chosen)])
-        return torch.cat(found)
+        self._load_lanes(size, lanes, buffer_number, list(wanted))
+        parts: list[Tensor] = [torch.empty(0, self.width)]
+        for lane, offsets in wanted.items():
+            rows = self._lane_rows(size, lanes, buffer_number, lane)
+            positions = step_in_buffer * len(shares[lane]) + np.asarray(offsets)
+            order = Permutation(len(rows), hash_key(self.seed, "rows", buffer_number, lane))
+            parts.append(rows[torch.from_numpy(order[positions % len(rows)])])
+        return torch.cat(parts)
 
-    def _plan(self, size: int) -> tuple[int, int]:
-        """Lanes of a buffer and steps that it lasts: so many lanes that no more than one is left over."""
-        steps = max(1, -(-self.buffer * self._per_photo // size))
-        return -(-steps * size // (self._lane * self._per_photo)), steps
+    def _buffer_plan(self, size: int) -> tuple[int, int]:
+        """Return the number of lanes of a buffer and of the steps that it lasts; less than one lane is left over."""
+        steps = max(1, -(-self.buffer * self._rows_per_photo // size))
+        return -(-steps * size // (self._lane_size * self._rows_per_photo)), steps
 
-    def _rows(self, size: int, lanes: int, filling: int, lane: int) -> Tensor:
-        """Rows of a lane; of the next one that has any, if no photo of it can be used."""
+    def _lane_rows(self, size: int, lanes: int, buffer_number: int, lane: int) -> Tensor:
+        """Return the rows of a lane, or of the next lane with a usable photo if it has none."""
         for other in range(lane, lane + lanes):
-            self._look(size, lanes, filling, [other % lanes])
-            if len(rows := self._held[1][other % lanes]):
+            self._load_lanes(size, lanes, buffer_number, [other % lanes])
+            if len(rows := self._loaded[1][other % lanes]):
                 return rows
-        raise nothing_read(lanes * self._lane, next(iter(self.skipped.values())))
+        raise no_usable_photo(lanes * self._lane_size, next(iter(self.skipped.values())))
 
-    def _look(self, size: int, lanes: int, filling: int, wanted: list[int]) -> None:
-        """Have the rows of some lanes in memory, and of no other buffer."""
-        if self._held[0] != (size, filling):
-            self._held = ((size, filling), {})
-        held = self._held[1]
-        lacking = [lane for lane in wanted if lane not in held]
-        if not lacking:
+    def _load_lanes(self, size: int, lanes: int, buffer_number: int, wanted: list[int]) -> None:
+        """Load the rows of some lanes into memory, and drop those of other buffers."""
+        if self._loaded[0] != (size, buffer_number):
+            self._loaded = ((size, buffer_number), {})
+        loaded = self._loaded[1]
+        missing = [lane for lane in wanted if lane not in loaded]
+        if not missing:
             return
-        photos = self._looker.photos
-        block, window = photos.nearby
-        numbers = [
-            endless(
-                np.arange(self._lane) + (filling * lanes + lane) * self._lane,
+        photos = self._extractor.photos
+        block, window = photos.locality
+        indices = [
+            shuffled_epochs(
+                np.arange(self._lane_size) + (buffer_number * lanes + lane) * self._lane_size,
                 len(photos),
                 self.seed,
                 block=block,
                 window=window,
             ).tolist()
-            for lane in lacking
+            for lane in missing
         ]
-        with calm(), closing(self._looker.look(numbers)) as looked:
-            for lane, seen in zip(lacking, looked, strict=True):
-                taken = [photo.rows for photo in seen if isinstance(photo, Taken)]
-                self.skipped |= {photo.name: photo for photo in seen if isinstance(photo, Skipped)}
-                held[lane] = torch.cat([torch.empty(0, self.width), *taken])
+        with ignore_frame_warnings(), closing(self._extractor.extract(indices)) as batches:
+            for lane, results in zip(missing, batches, strict=True):
+                rows = [result.rows for result in results if isinstance(result, ExtractedRows)]
+                self.skipped |= {result.name: result for result in results if isinstance(result, SkippedPhoto)}
+                loaded[lane] = torch.cat([torch.empty(0, self.width), *rows])

@@ -1,4 +1,4 @@
-"""Adapter: what torino must know of a family of models. Hosts know models and nothing of methods."""
+"""The adapter interface: what torino must know about a family of models. Adapters know nothing about methods."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from torino.core.timing import recording, stage
 from torino.core.tokens import VisualTokens
 from torino.reducers import InTowerReducer, PositionMode, Reducer, as_in_tower
 from torino.vlm.insertion import ShortenedPrompt, Side, shorten_prompt
-from torino.vlm.trace import Look
+from torino.vlm.trace import ReducedCall
 
 if TYPE_CHECKING:
     from torino.vlm.text_query import TextQuery
 
-Positions = Literal["own", "compact", "original"]
-ASKED = frozenset({"joint", "text"})  # signals of a question, which no tower gives; see torino.vlm.text_query
+Positions = Literal["auto", "compact", "original"]
+QUERY_SIGNALS = frozenset({"joint", "text"})  # computed from the question, not by the tower: torino.vlm.text_query
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the units of one image lie.
+    """The arrangement of the units of one image.
 
     Attributes
     ----------
     views : tuple of int
-        The view that each unit is: 0 the whole image, then the tiles row by row. A tile that shows nothing of the
-        image is no unit.
+        The view that each unit shows: 0 is the whole image, then the tiles row by row. A tile that shows only padding
+        has no unit.
     layout : (int, int)
         Rows and columns of tiles.
     """
@@ -46,7 +46,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class EncodedImages:
-    """What a host saw in the pixels of one call.
+    """The tower's output for the images of one call.
 
     Attributes
     ----------
@@ -55,39 +55,41 @@ class EncodedImages:
     full : tuple of int
         Placeholders of each image in the prompt.
     extra : object
-        Whatever the host needs again when it splices.
+        Whatever the adapter needs again in :meth:`Adapter.embed`.
     tilings : tuple of Tiling
-        How the units of each image lie, where an image is seen whole and in tiles; otherwise none.
-    came : tuple of Tensor of shape (M, D)
-        What came out of a tower with a reducer at work in it; ``tokens`` are none then.
+        The arrangement of the units of each image, where an image is encoded whole and in tiles; otherwise empty.
+    reduced_tokens : tuple of Tensor of shape (M, D)
+        Output of a tower in which a reducer was active; ``tokens`` is empty then.
     """
 
     tokens: tuple[VisualTokens, ...]
     full: tuple[int, ...]
     extra: Any = None
     tilings: tuple[Tiling, ...] = ()
-    came: tuple[Tensor, ...] = ()
+    reduced_tokens: tuple[Tensor, ...] = ()
 
     def reduced(self, plans: ReductionBatch, cls: Sequence[Tensor] | None = None) -> Ragged:
-        """The tokens that are left of each unit: what the plans make of it, or what came out of the tower as such."""
-        return Ragged.of(self.came) if self.came else plans.apply([unit.patches for unit in self.tokens], cls)
+        """Return the reduced tokens of each unit: the plans applied, or what the tower already reduced."""
+        if self.reduced_tokens:
+            return Ragged.of(self.reduced_tokens)
+        return plans.apply([unit.patches for unit in self.tokens], cls)
 
     @property
     def units(self) -> list[int]:
-        """Units of each image."""
+        """Number of units of each image."""
         return [len(tiling.views) for tiling in self.tilings] or [1] * len(self.full)
 
 
 @dataclass(frozen=True)
 class ImageEmbeds:
-    """What goes into the prompt for one image.
+    """What replaces the placeholders of one image.
 
     Attributes
     ----------
     features : Tensor of shape (n, E)
-        Its tokens as the language model reads them.
+        Its tokens in the input space of the language model.
     slots : Tensor of shape (n,), int64
-        The placeholder of the image, counted from 0, whose place each of them takes; rising.
+        The placeholder of the image, counted from 0, that each token replaces; increasing.
     """
 
     features: Tensor
@@ -95,252 +97,283 @@ class ImageEmbeds:
 
 
 class Adapter(ABC):
-    """One model of a family: how it sees, and how reduced tokens are handed to its language model."""
+    """One model of a family: how it encodes images and how its language model receives reduced tokens.
+
+    Reduction runs in four stages, which :class:`~torino.vlm.session.VLM`, :func:`~torino.vlm.reduced` and
+    :class:`~torino.vlm.ReducingProcessor` share: :meth:`encode_for`, :meth:`plan`, :meth:`embed`, :meth:`insert`.
+    """
 
     families: ClassVar[tuple[str, ...]] = ()
-    """``config.model_type`` of the models it serves."""
-    merges: ClassVar[bool] = True
-    """Whether tokens that are sums of patches make sense here."""
+    """``config.model_type`` of the supported models."""
+    supports_merging: ClassVar[bool] = True
+    """Whether tokens that are sums of patches are accepted."""
     tiles: ClassVar[bool] = False
-    """Whether it tells how the tiles of an image lie (``EncodedImages.tilings``)."""
-
+    """Whether images are split into tiles (``EncodedImages.tilings``)."""
     proportional_attention: ClassVar[bool] = False
-    """Whether all visual tokens of its prompt stand for patches, so that they have a mass (:mod:`torino.vlm.attention`)."""
-
-    resumes: ClassVar[bool] = False
-    """Whether a prompt can be read up to the end of its images once, and then on for each question: no token sees a
-    later one, and positions simply count."""
-
-    closed: ClassVar[str] = "torino does not run the blocks of its tower one by one"
-    """Why no reducer can be at work inside the tower; empty where one can."""
+    """Whether every visual token of the prompt represents patches, so that proportional attention is defined."""
+    shares_prefix: ClassVar[bool] = False
+    """Whether the prompt up to the end of its images can be read once for several questions: attention is causal and
+    positions simply count."""
+    in_tower_refusal: ClassVar[str] = "torino does not run the blocks of its tower one by one"
+    """Why no reducer can run inside the tower; empty where one can."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.config: Any = model.config
 
-    # ------------------------------------------------------------------ what each family says
+    # ------------------------------------------------------------------ defined by each family
 
     @abstractmethod
-    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
-        """Run the vision tower up to the tap and return what it saw."""
+    def encode(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
+        """Run the vision tower up to the feature layer and return its tokens with the signals named in ``needs``."""
 
     @abstractmethod
-    def splice(self, sight: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
-        """Reduce and project: what each image contributes to the prompt."""
+    def embed(self, encoded: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
+        """Reduce and project the tokens of each image."""
 
     def encode_in_tower(
         self, inputs: Mapping[str, Any], reducer: InTowerReducer
     ) -> tuple[EncodedImages, ReductionBatch]:
-        """Run the tower up to the tap with a reducer at work in its blocks: what came out, and what it is made of."""
+        """Run the tower with a reducer active in its blocks; return its output and the plans."""
         raise TorinoError(
-            f"{reducer.spec} works inside the vision tower, block by block, which cannot be done in "
-            f"{type(self.model).__name__}: {self.closed}. Choose a reducer that works at the tap, such as tome or gtp."
+            f"{reducer.spec} runs inside the vision tower, block by block, which {type(self.model).__name__} does not "
+            f"allow: {self.in_tower_refusal}. Choose a reducer for the tower's output, such as tome or gtp."
         )
 
     @property
     def pixel_names(self) -> tuple[str, ...]:
-        """Inputs that belong to the pixels and are used up by looking."""
+        """Inputs that belong to the pixels and are consumed by encoding."""
         return ("pixel_values", "image_sizes")
 
     @property
     def image_token(self) -> int:
-        """The placeholder in ``input_ids``."""
+        """Id of the placeholder in ``input_ids``."""
         return int(self.config.image_token_id)
 
-    def outputs(self, sight: EncodedImages, splices: Sequence[ImageEmbeds]) -> Any:
+    @property
+    def batches_reductions(self) -> bool:
+        """Whether several reductions of one image can be answered in one batch: positions and outputs are plain."""
+        return type(self).outputs is Adapter.outputs and type(self).positions is Adapter.positions
+
+    def outputs(self, encoded: EncodedImages, embeds: Sequence[ImageEmbeds]) -> Any:
         """Wrap the features as the model's own ``get_image_features`` returns them."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        return BaseModelOutputWithPooling(pooler_output=[splice.features for splice in splices])  # type: ignore[arg-type]
+        return BaseModelOutputWithPooling(pooler_output=[item.features for item in embeds])  # type: ignore[arg-type]
 
-    def positions(self, inputs: Mapping[str, Any], done: ShortenedPrompt, positions: PositionMode) -> dict[str, Any]:
-        """Further inputs that place the new prompt; nothing for compact positions, which models count themselves."""
+    def positions(self, inputs: Mapping[str, Any], prompt: ShortenedPrompt, mode: PositionMode) -> dict[str, Any]:
+        """Return position inputs of the shortened prompt; empty for compact positions, which models count."""
         mask = inputs.get("attention_mask")
-        old = torch.ones_like(inputs["input_ids"]) if mask is None else mask.long()
-        own: Tensor | None = inputs.get("position_ids")
-        if positions == "compact":
-            if own is not None and not _counts_up(own, old):
+        full_mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask.long()
+        given: Tensor | None = inputs.get("position_ids")
+        if mode == "compact":
+            if given is not None and not _counts_up(given, full_mask):
                 raise BadParameter(
-                    "The position_ids given do not simply count the tokens, so they cannot be counted anew for fewer. "
-                    'Leave them out, or keep the positions of the full prompt with positions="original".'
+                    "position_ids do not simply count the tokens, so they cannot be renumbered for a shorter prompt. "
+                    'Omit them, or keep the positions of the full prompt with positions="original".'
                 )
             return {}
-        place = (old.cumsum(1) - 1).clamp(min=0) if own is None else own.expand(len(old), -1)
-        rows = [row[at.to(row.device)] for row, at in zip(place, done.kept, strict=True)]
-        return {"position_ids": done.spread(rows, 0)}
+        full = (full_mask.cumsum(1) - 1).clamp(min=0) if given is None else given.expand(len(full_mask), -1)
+        rows = [row[kept.to(row.device)] for row, kept in zip(full, prompt.kept, strict=True)]
+        return {"position_ids": prompt.spread(rows, 0)}
 
     def close(self) -> None:  # noqa: B027 (most families change nothing)
-        """Give back whatever was changed in the model; called when its reduction ends."""
+        """Restore whatever was changed in the model; called when its reduction ends."""
 
-    # ------------------------------------------------------------------ what all families share
+    # ------------------------------------------------------------------ shared by all families
 
-    def shrink(
+    def needs(self, reducer: Reducer) -> frozenset[str]:
+        """Return the signals that a reducer reads in this model."""
+        return reducer.needs | (reducer.view_needs if self.tiles else frozenset())
+
+    def encode_for(
+        self, inputs: Mapping[str, Any], reducer: Reducer, text_query: TextQuery | None = None
+    ) -> tuple[EncodedImages, ReductionBatch | None]:
+        """Encode the images for one reducer; a reducer inside the tower returns its plans as well."""
+        in_tower = as_in_tower(reducer)
+        needs = self.needs(reducer)
+        if needs & QUERY_SIGNALS and text_query is None:
+            raise MissingSignal(
+                f"{reducer.spec} chooses patches by the question and received none. Pass the text tower of the "
+                "model's CLIP with the question: reduced(model, reducer, "
+                "text_query=load_clip_text(name).query(question)), or choose a reducer that does not read it."
+            )
+        with stage("tower"):
+            if in_tower is not None:
+                return self.encode_in_tower(inputs, in_tower)
+            encoded = self.encode(inputs, needs - QUERY_SIGNALS)
+        return self.add_text_query(encoded, inputs, reducer, text_query), None
+
+    def add_text_query(
+        self, encoded: EncodedImages, inputs: Mapping[str, Any], reducer: Reducer, text_query: TextQuery | None
+    ) -> EncodedImages:
+        """Add the signals of the question where the reducer reads them."""
+        if text_query is None or not self.needs(reducer) & QUERY_SIGNALS:
+            return encoded
+        with stage("question"):
+            return text_query.add(self, encoded, inputs)
+
+    def plan(self, reducer: Reducer, encoded: EncodedImages) -> ReductionBatch:
+        """Plan every unit; units of one image that share a budget are planned together."""
+        with torch.no_grad():
+            plans = _plan_units(reducer, encoded)
+        self.check_plans(reducer, plans)
+        return plans
+
+    def reduce_inputs(
         self,
         inputs: Mapping[str, Any],
         reducer: Reducer,
         positions: PositionMode,
         side: Side | None = None,
-        asking: TextQuery | None = None,
-    ) -> tuple[dict[str, Any], Look]:
+        text_query: TextQuery | None = None,
+    ) -> tuple[dict[str, Any], ReducedCall]:
         """Turn the inputs of a full prompt into those of the reduced one."""
-        if inputs.get("input_ids") is None or inputs.get("inputs_embeds") is not None:
-            raise BadParameter(
-                "Reduction needs input_ids with image placeholders, and no inputs_embeds: embeddings cannot be shrunk. "
-                "Give input_ids and pixel_values."
-            )
-        if dict(inputs.get("mm_encoder_outputs") or {}).get("image") is not None:
-            raise BadParameter(
-                "Both pixel values and mm_encoder_outputs of images were given. Give the pixels to have them reduced, "
-                "or the outputs alone to have them used as they are."
-            )
-        needs = reducer.needs | (reducer.view_needs if self.tiles else frozenset())
-        if needs & ASKED and asking is None:
-            raise MissingSignal(
-                f"{reducer.spec} chooses patches for a question, and was told none. Give the text half of the model's "
-                "CLIP and the question, as reduced(model, reducer, asking=load_clip_text(name).about(question)) of "
-                "torino.vlm, or choose a reducer that does without."
-            )
-        inside = as_in_tower(reducer)
+        self.check_inputs(inputs)
         with recording() as seconds:
-            with stage("tower"):
-                if inside is None:
-                    sight, plans = self.look(inputs, needs - ASKED), None
-                else:
-                    sight, plans = self.encode_in_tower(inputs, inside)
-            if asking is not None and needs & ASKED:
-                with stage("question"):
-                    sight = asking.add(self, sight, inputs)
+            encoded, plans = self.encode_for(inputs, reducer, text_query)
             if plans is None:
                 with stage("plan"):
-                    plans = self.plan(reducer, sight)
+                    plans = self.plan(reducer, encoded)
             else:
-                self._check_plans(reducer, plans)
+                self.check_plans(reducer, plans)
             with stage("projector"):
-                splices = self.splice(sight, plans)
-        shrunk, done = self.fill(inputs, sight, splices, positions, side)
-        # the cache is a block: every row of it is as long as the longest
-        saved = (inputs["input_ids"].numel() - done.inputs["input_ids"].numel()) * self._cache_bytes()
-        after = tuple(len(splice.slots) for splice in splices)
-        return shrunk, Look(tuple(plans), sight.full, after, dict(seconds), saved)
+                embeds = self.embed(encoded, plans)
+        reduced, prompt = self.insert(inputs, encoded, embeds, positions, side)
+        after = tuple(len(item.slots) for item in embeds)
+        saved = self.cache_bytes(inputs["input_ids"].numel() - prompt.inputs["input_ids"].numel())
+        return reduced, ReducedCall(tuple(plans), encoded.full, after, dict(seconds), saved)
 
-    def fill(
+    def insert(
         self,
         inputs: Mapping[str, Any],
-        sight: EncodedImages,
-        splices: Sequence[ImageEmbeds],
+        encoded: EncodedImages,
+        embeds: Sequence[ImageEmbeds],
         positions: PositionMode,
         side: Side | None = None,
     ) -> tuple[dict[str, Any], ShortenedPrompt]:
-        """Put what each image contributes into the prompt: inputs of its final length, and how it was shortened."""
-        done = shorten_prompt(
-            inputs, self.image_token, sight.full, [splice.slots for splice in splices], side=side, pad=self._pad()
-        )
-        used = {*self.pixel_names, *done.inputs, "position_ids", "mm_encoder_outputs"}
-        shrunk = {name: value for name, value in inputs.items() if name not in used}
-        shrunk |= done.inputs | self.positions(inputs, done, positions)
+        """Replace the placeholders of each image by its tokens; return model inputs and how the prompt was cut."""
+        slots = [item.slots for item in embeds]
+        prompt = shorten_prompt(inputs, self.image_token, encoded.full, slots, side=side, pad=self._pad_token())
+        consumed = {*self.pixel_names, *prompt.inputs, "position_ids", "mm_encoder_outputs"}
+        reduced = {name: value for name, value in inputs.items() if name not in consumed}
+        reduced |= prompt.inputs | self.positions(inputs, prompt, positions)
         others = dict(inputs.get("mm_encoder_outputs") or {})
-        shrunk["mm_encoder_outputs"] = {**others, "image": self.outputs(sight, splices)}
-        return shrunk, done
-
-    def plan(self, reducer: Reducer, sight: EncodedImages) -> ReductionBatch:
-        """Plan every unit; those of one image together where they have one budget."""
-        with torch.no_grad():
-            plans = _plan(reducer, sight)
-        self._check_plans(reducer, plans)
-        return plans
+        reduced["mm_encoder_outputs"] = {**others, "image": self.outputs(encoded, embeds)}
+        return reduced, prompt
 
     def has_images(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether there is anything to reduce in these inputs; an empty batch of pixels is none."""
+        """Return whether the inputs hold images; an empty batch of pixels holds none."""
         pixels = inputs.get("pixel_values")
         return pixels is not None and len(pixels) > 0
 
-    def _check_plans(self, reducer: Reducer, plans: ReductionBatch) -> None:
-        if not self.merges and not all(plan.is_pruning for plan in plans):
+    def check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Refuse inputs that cannot be reduced."""
+        if inputs.get("input_ids") is None or inputs.get("inputs_embeds") is not None:
             raise BadParameter(
-                f"{reducer.spec} merges tokens, and in {type(self.model).__name__} a merged token has no defined "
-                "place. Choose a reducer that prunes, such as torino-p."
+                "Reduction needs input_ids with image placeholders and no inputs_embeds, because embeddings cannot be "
+                "shortened. Pass input_ids and pixel_values."
+            )
+        if dict(inputs.get("mm_encoder_outputs") or {}).get("image") is not None:
+            raise BadParameter(
+                "Both pixel values and mm_encoder_outputs of images were given. Pass the pixels to reduce them, or "
+                "the outputs alone to use them unchanged."
             )
 
-    def _pad(self) -> int:
+    def check_plans(self, reducer: Reducer, plans: ReductionBatch) -> None:
+        """Refuse plans that this family cannot represent."""
+        if not self.supports_merging and not all(plan.is_pruning for plan in plans):
+            raise BadParameter(
+                f"{reducer.spec} merges tokens, and in {type(self.model).__name__} a merged token has no defined "
+                "position. Choose a reducer that prunes, such as torino-p."
+            )
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Return the size of the key-value cache of some tokens."""
+        text = self.config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        return tokens * 2 * int(text.num_hidden_layers) * int(heads) * int(size) * dtype.itemsize
+
+    def _pad_token(self) -> int:
         text = self.config.get_text_config()
         pad = getattr(text, "pad_token_id", None)
         return int(pad) if pad is not None and pad >= 0 and pad != self.image_token else 0
 
-    def _cache_bytes(self) -> int:
-        """Key-value cache of one token in the language model."""
-        text = self.config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        kind = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
-        return 2 * int(text.num_hidden_layers) * int(heads) * int(size) * kind.itemsize
 
-
-def _plan(reducer: Reducer, sight: EncodedImages) -> ReductionBatch:
-    """Plan every unit; those of one image together where they have one budget."""
-    tokens = [_detached(unit) for unit in sight.tokens]
-    if not reducer.shares_views or not sight.tilings:
+def _plan_units(reducer: Reducer, encoded: EncodedImages) -> ReductionBatch:
+    tokens = [_detached(unit) for unit in encoded.tokens]
+    if not reducer.shares_views or not encoded.tilings:
         return reducer.plan_batch(tokens)
-    plans, rest = list[Reduction](), iter(tokens)
-    for tiling in sight.tilings:
+    plans, units = list[Reduction](), iter(tokens)
+    for tiling in encoded.tilings:
         views: list[VisualTokens | None] = [None] * (1 + prod(tiling.layout))
         for view in tiling.views:
-            views[view] = next(rest)
+            views[view] = next(units)
         base, *tiles = views
         plans.extend(reducer.plan_views(cast(VisualTokens, base), tiles, tiling.layout))
     return ReductionBatch.of(plans)
 
 
 def _detached(tokens: VisualTokens) -> VisualTokens:
-    """The same tokens without a gradient: a plan is made of choices, and a reducer may want numpy."""
+    """Drop the gradient: planning is discrete, and a reducer may use numpy."""
     if not tokens.patches.requires_grad:
         return tokens
     return tokens.with_(patches=tokens.patches.detach(), cls=None if tokens.cls is None else tokens.cls.detach())
 
 
 def _counts_up(positions: Tensor, mask: Tensor) -> bool:
-    """Whether positions of shape (rows, length) rise by one from each token to the next."""
+    """Return whether positions of shape (rows, length) increase by one from each token to the next."""
     if positions.ndim != 2:
         return False
     rows = zip(positions.expand(len(mask), -1), mask.bool(), strict=True)
-    return all(bool((row[is_real].diff() == 1).all()) for row, is_real in rows)
+    return all(bool((row[is_token].diff() == 1).all()) for row, is_token in rows)
 
 
-def place(positions: Positions, reducer: Reducer | None) -> PositionMode:
-    """How tokens are numbered: as the user says, or as the method itself has it."""
+def position_mode(positions: Positions, reducer: Reducer | None) -> PositionMode:
+    """Resolve ``"auto"`` to the reducer's own position mode."""
     if positions not in get_args(Positions):
-        raise BadParameter(f"positions must be own, compact or original, got {positions!r}.")
-    if positions != "own":
+        raise BadParameter(f"positions must be auto, compact or original, got {positions!r}.")
+    if positions != "auto":
         return positions
     return "compact" if reducer is None else reducer.position_mode
 
 
-_hosts: dict[str, Callable[[], type[Adapter]]] = {}
+# ---------------------------------------------------------------------- registry
+
+_adapters: dict[str, Callable[[], type[Adapter]]] = {}
 
 
-def serve(*families: str) -> Callable[[Callable[[], type[Adapter]]], Callable[[], type[Adapter]]]:
-    """Register a function that returns the host class of some families; it is called when one is opened."""
+def register_adapter(*families: str) -> Callable[[Callable[[], type[Adapter]]], Callable[[], type[Adapter]]]:
+    """Register a function that returns the adapter class of some families; it is called on first use."""
 
     def add(load: Callable[[], type[Adapter]]) -> Callable[[], type[Adapter]]:
         for family in families:
-            _hosts[family] = load
+            _adapters[family] = load
         return load
 
     return add
 
 
 def families() -> list[str]:
-    """``model_type`` of all models that can be reduced."""
-    return sorted(_hosts)
+    """Return the ``model_type`` of all supported models."""
+    return sorted(_adapters)
+
+
+def check_family(family: str) -> None:
+    """Refuse a ``model_type`` that no adapter supports."""
+    if family == "mllama":
+        raise TorinoError(
+            "Mllama passes images to its language model by cross-attention, not as tokens of the prompt, so there are "
+            "no tokens to remove. Choose a model of another family: " + ", ".join(families()) + "."
+        )
+    if family not in _adapters:
+        raise unknown_name("model family", family, families())
 
 
 def adapter_for(model: nn.Module) -> Adapter:
-    """Return the host for a model."""
+    """Return the adapter of a model."""
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
-    if family == "mllama":
-        raise TorinoError(
-            "Mllama hands images to its language model by cross-attention, not as tokens of the prompt, so there is "
-            "nothing to remove from the prompt. Choose a model of another family: " + ", ".join(families()) + "."
-        )
-    if family not in _hosts:
-        raise unknown_name("host family", family, families())
-    return _hosts[family]()(model)
+    check_family(family)
+    return _adapters[family]()(model)

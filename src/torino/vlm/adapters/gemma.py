@@ -1,4 +1,4 @@
-"""PaliGemma and Gemma 3: a SigLIP tower read after its last norm, and attention that runs both ways over the image."""
+"""PaliGemma and Gemma 3: the output of a SigLIP tower, and bidirectional attention over the image."""
 
 from __future__ import annotations
 
@@ -13,107 +13,107 @@ from torino.core.reduction import ReductionBatch
 from torino.core.tokens import Origin, VisualTokens
 from torino.reducers import InTowerReducer, PositionMode, Reducer
 from torino.vlm.adapters.base import EncodedImages
-from torino.vlm.adapters.internvl import CellAdapter, cells_of
-from torino.vlm.hooks import CapturedFeatures, TowerLayout, tap, tower_layout
+from torino.vlm.adapters.internvl import CellAdapter, make_cells
+from torino.vlm.hooks import CapturedFeatures, TowerLayout, capture, tower_layout
 from torino.vlm.in_tower import run_in_tower
 from torino.vlm.insertion import Side
 from torino.vlm.text_query import TextQuery
-from torino.vlm.trace import Look
+from torino.vlm.trace import ReducedCall
 
 
-class _Siglip(CellAdapter):
-    """What both share: the tower's own output, without the pooling head that neither reads."""
+class SiglipAdapter(CellAdapter):
+    """Models that read the output of a SigLIP tower, without its pooling head."""
 
-    def output(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> tuple[Tensor, CapturedFeatures, Origin]:
-        """Patches after the tower's last norm, shape (pictures, patches, D), and where they come from."""
+    def tower_output(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> tuple[Tensor, CapturedFeatures, Origin]:
+        """Return the patches after the tower's final norm, (images, patches, D), with their signals and origin."""
         (tower, parts), pixels = self.tower(), inputs["pixel_values"]
         blocks = len(parts.blocks)
-        seen = tap(tower, parts, blocks - 1, needs, lambda: tower(pixels))
-        # numbered as a block after the last, so that an SAE of the last block itself is not taken for one of these
-        return self.norm(seen.states), seen, Origin(parts.name, blocks)
+        captured = capture(tower, parts, blocks - 1, needs, lambda: tower(pixels))
+        # Numbered as one block after the last, so that an SAE of the last block itself is not accepted for them.
+        return self.norm(captured.states), captured, Origin(parts.name, blocks)
 
     def tower(self) -> tuple[Any, TowerLayout]:
-        """The tower and its parts."""
+        """Return the tower and its layout."""
         tower = self.inner.vision_tower
         parts = tower_layout(tower)
         if parts.has_cls:
             raise TorinoError(
-                f"Models of this family read a SigLIP tower, and this one has a {type(tower).__name__}, whose output "
-                "torino does not know how to place. Use a model with a SigLIP tower."
+                f"Torino supports this family with a SigLIP tower, and this model has a {type(tower).__name__}. "
+                "Use a model with a SigLIP tower."
             )
         return tower, parts
 
     def norm(self, states: Tensor) -> Tensor:
-        """The norm after the last block."""
+        """Apply the norm after the last block."""
         tower = self.inner.vision_tower
         return getattr(tower, "vision_model", tower).post_layernorm(states)
 
 
-class PaliGemma(_Siglip):
-    """PaliGemma and PaliGemma 2: tapped at the tower's output, reduced before the linear projector.
+class PaliGemma(SiglipAdapter):
+    """PaliGemma and PaliGemma 2: patches are read at the tower's output and reduced before the linear projector.
 
-    A cell is one patch. Image and question attend both ways and the answer one way, which ``token_type_ids`` say;
-    they shrink with the prompt. Positions count from 1.
+    A cell is one patch. Image and question attend in both directions and the answer causally, as ``token_type_ids``
+    specify; these are shortened with the prompt. Positions start at 1.
     """
 
     families: ClassVar[tuple[str, ...]] = ("paligemma",)
-    closed: ClassVar[str] = ""
+    in_tower_refusal: ClassVar[str] = ""
 
-    def see(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> list[VisualTokens]:
-        """Patches of every image."""
-        return cells_of(*self.output(inputs, needs))
+    def visual_tokens(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> list[VisualTokens]:
+        """Return the patches of every image."""
+        return make_cells(*self.tower_output(inputs, needs))
 
     def encode_in_tower(
         self, inputs: Mapping[str, Any], reducer: InTowerReducer
     ) -> tuple[EncodedImages, ReductionBatch]:
-        """The same with a reducer at work in all blocks."""
+        """Encode the images with a reducer active in all blocks."""
         (tower, parts), pixels = self.tower(), inputs["pixel_values"]
         side = tower.config.patch_size
         grid = (pixels.shape[-2] // side, pixels.shape[-1] // side)
-        passed = run_in_tower(tower, parts, len(parts.blocks) - 1, reducer, grid, lambda: tower(pixels))
-        came = tuple(self.norm(passed.states))
-        return EncodedImages((), (grid[0] * grid[1],) * len(came), came=came), passed.plans
+        output = run_in_tower(tower, parts, len(parts.blocks) - 1, reducer, grid, lambda: tower(pixels))
+        tokens = tuple(self.norm(output.states))
+        return EncodedImages((), (grid[0] * grid[1],) * len(tokens), reduced_tokens=tokens), output.plans
 
     def project(self, tokens: Tensor) -> Tensor:
-        """One linear layer."""
+        """Apply the projector, one linear layer."""
         return self.inner.multi_modal_projector(tokens)
 
-    def shrink(
+    def reduce_inputs(
         self,
         inputs: Mapping[str, Any],
         reducer: Reducer,
         positions: PositionMode,
         side: Side | None = None,
-        asking: TextQuery | None = None,
-    ) -> tuple[dict[str, Any], Look]:
+        text_query: TextQuery | None = None,
+    ) -> tuple[dict[str, Any], ReducedCall]:
         """Turn the inputs of a full prompt into those of the reduced one."""
-        shrunk, look = super().shrink(inputs, reducer, positions, side, asking)
-        # generate adds the 1 itself to positions that it is given; forward, which leaves the side open, does not
-        if side is None and "position_ids" in shrunk:
-            shrunk["position_ids"] = shrunk["position_ids"] + 1
-        return shrunk, look
+        reduced, call = super().reduce_inputs(inputs, reducer, positions, side, text_query)
+        # generate adds 1 to given positions; forward, which does not set the side, does not.
+        if side is None and "position_ids" in reduced:
+            reduced["position_ids"] = reduced["position_ids"] + 1
+        return reduced, call
 
 
-class Gemma3(_Siglip):
-    """Gemma 3: tapped after the average pool and its norm, reduced before the projection.
+class Gemma3(SiglipAdapter):
+    """Gemma 3: cells are read after average pooling and its norm, and reduced before the projection.
 
-    A cell is the mean of 4×4 patches, normed, in the tower's own width. The projection is one matrix without a bias,
-    so merging before it gives what merging after it would. The tokens of an image attend to each other both ways,
-    which ``token_type_ids`` say; they shrink with the prompt. Crops of pan and scan are pictures like any other.
+    A cell is the normalized mean of 4×4 patches, in the width of the tower. The projection is one matrix without a
+    bias, so merging before it equals merging after it. The tokens of an image attend to each other in both directions,
+    as ``token_type_ids`` specify; these are shortened with the prompt. Crops of pan-and-scan are treated as images.
     """
 
     families: ClassVar[tuple[str, ...]] = ("gemma3",)
 
-    def see(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> list[VisualTokens]:
-        """Pooled cells of every image and crop."""
-        patches, seen, origin = self.output(inputs, needs)
+    def visual_tokens(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> list[VisualTokens]:
+        """Return the pooled cells of every image and crop."""
+        patches, captured, origin = self.tower_output(inputs, needs)
         projector = self.inner.multi_modal_projector
         side = projector.patches_per_image
         plane = patches.transpose(1, 2).unflatten(2, (side, side)).contiguous()
         pooled = projector.avg_pool(plane).flatten(2).transpose(1, 2)
-        # normed here, whole and laid out as in the model's own projector: other layouts sum in another order
-        return cells_of(projector.mm_soft_emb_norm(pooled), seen, origin)
+        # Normalized here, with the memory layout of the model's own projector: other layouts sum in another order.
+        return make_cells(projector.mm_soft_emb_norm(pooled), captured, origin)
 
     def project(self, tokens: Tensor) -> Tensor:
-        """One matrix."""
+        """Apply the projection matrix."""
         return torch.matmul(tokens, self.inner.multi_modal_projector.mm_input_projection_weight).type_as(tokens)

@@ -1,7 +1,7 @@
-"""InternVL, and what it shares with other families whose language model reads one token for each cell of a grid.
+"""InternVL, and the base class of families whose language model reads one token for each cell of a grid.
 
-A cell is a small square of patches that the model folds into one token before its language model sees it. Reduction
-happens on cells: pruning patches inside one would leave it incomplete.
+A cell is a small square of patches that the model folds into one token before the language model. Cells are reduced,
+not patches, because a cell cannot lose some of its patches.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from torino.core.ragged import Ragged
 from torino.core.reduction import ReductionBatch
 from torino.core.tokens import Origin, VisualTokens
 from torino.vlm.adapters.base import Adapter, EncodedImages, ImageEmbeds
-from torino.vlm.hooks import CapturedFeatures, TowerLayout, tap
+from torino.vlm.hooks import CapturedFeatures, TowerLayout, capture
 
 
 class CellAdapter(Adapter):
-    """Models that read one token for each cell of a square grid, and project each of them alone.
+    """Models that read one token for each cell of a square grid and project each cell separately.
 
-    A family says how it sees its cells and how it projects them; the rest is here.
+    A family defines how its cells are computed and projected.
     """
 
-    closed: ClassVar[str] = "its language model reads cells of several patches, which must all come out of the tower"
+    in_tower_refusal: ClassVar[str] = (
+        "its language model reads cells of several patches, and the tower must output all of them"
+    )
 
     @property
     def inner(self) -> Any:
@@ -36,132 +38,130 @@ class CellAdapter(Adapter):
         return self.model.model  # type: ignore[union-attr]
 
     @abstractmethod
-    def see(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> list[VisualTokens]:
-        """Cells of every picture, in the order of the prompt: of an image, a tile, a crop or a frame."""
+    def visual_tokens(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> list[VisualTokens]:
+        """Return the cells of every image, tile, crop or frame, in the order of the prompt."""
 
     @abstractmethod
     def project(self, tokens: Tensor) -> Tensor:
-        """Take reduced cells of shape (n, D) to the language model's width, (n, E)."""
+        """Project reduced cells of shape (n, D) to the width of the language model, (n, E)."""
 
-    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
-        """Every picture is one unit, with as many placeholders as it has cells."""
-        tokens = self.see(inputs, needs)
-        return EncodedImages(tuple(tokens), tuple(len(picture) for picture in tokens))
+    def encode(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
+        """Encode each image, tile, crop or frame as one unit with one placeholder for each cell."""
+        tokens = self.visual_tokens(inputs, needs)
+        return EncodedImages(tuple(tokens), tuple(len(image) for image in tokens))
 
-    def splice(self, sight: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
-        """Reduce, project all pictures in one go, and place each token where its anchor was; one of no place last."""
-        reduced = sight.reduced(plans)
-        features = Ragged(self.project(reduced.values), reduced.offsets)
+    def embed(self, encoded: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
+        """Reduce and project; each token takes the placeholder of its anchor, or the last one if it has no anchor."""
+        reduced = encoded.reduced(plans)
+        projected = Ragged(self.project(reduced.values), reduced.offsets)
         return [
-            ImageEmbeds(feature, torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor))
-            for feature, plan in zip(features, plans, strict=True)
+            ImageEmbeds(features, torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor))
+            for features, plan in zip(projected, plans, strict=True)
         ]
 
-    def outputs(self, sight: EncodedImages, splices: Sequence[ImageEmbeds]) -> Any:
-        """All tokens as one tensor of shape (tokens, 1, E): these models take no list.
+    def outputs(self, encoded: EncodedImages, embeds: Sequence[ImageEmbeds]) -> Any:
+        """Return all tokens as one tensor of shape (tokens, 1, E), because these models do not accept a list.
 
-        Each token poses as a picture of length one. That is how beam search can part them by prompt however many
-        tokens each picture has left; a tensor of two dimensions would be cut in the wrong places.
+        Each token is passed as an image of length one. Beam search can then split them by prompt, however many tokens
+        each image has; a tensor of two dimensions would be split in the wrong places.
         """
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        features = torch.cat([splice.features for splice in splices])
+        features = torch.cat([item.features for item in embeds])
         return BaseModelOutputWithPooling(pooler_output=features[:, None])  # type: ignore[arg-type]
 
 
-def cells_of(cells: Tensor, seen: CapturedFeatures, origin: Origin) -> list[VisualTokens]:
-    """Make VisualTokens of cells, shape (pictures, cells, D), with what was tapped in the patches inside them.
+def make_cells(cells: Tensor, captured: CapturedFeatures, origin: Origin) -> list[VisualTokens]:
+    """Make VisualTokens of cells, shape (images, cells, D), with the signals captured for their patches.
 
-    A cell's share of the CLS token's attention is the sum over its patches, its key (or query) their mean.
+    The CLS attention of a cell is the sum over its patches; its key (or query) is the mean.
     """
     side = isqrt(cells.shape[1])
     if side * side != cells.shape[1]:
         raise TorinoError(
-            f"A picture of {cells.shape[1]} cells is not square, and models of this family fold square pictures only. "
-            "Use the model's own processor, which makes them square."
+            f"This image has {cells.shape[1]} cells, which do not form a square, and models of this family support "
+            "square images only. Use the model's own processor, which makes them square."
         )
-    signals = {name: _fold(name, values, side) for name, values in seen.signals.items()}
-    folded = CapturedFeatures(seen.states, signals)
+    signals = {name: _fold_signal(name, values, side) for name, values in captured.signals.items()}
+    folded = CapturedFeatures(captured.states, signals)
     return [
         VisualTokens(
-            patches=picture,
+            patches=image,
             grid=(side, side),
             origin=origin,
-            cls_attention=folded.of("cls_attention", i),
-            keys=folded.of("keys", i),
+            cls_attention=folded.signal("cls_attention", i),
+            keys=folded.signal("keys", i),
             signals={name: values[i] for name, values in signals.items() if name not in ("cls_attention", "keys")},
         )
-        for i, picture in enumerate(cells)
+        for i, image in enumerate(cells)
     ]
 
 
-def _fold(name: str, values: Tensor, side: int) -> Tensor:
-    """Take a signal of patches to cells: (pictures, heads, patches) or (pictures, patches, width) in."""
-    is_share = name.startswith("cls_attention")
-    dimension = 2 if is_share else 1
-    inside = isqrt(values.shape[dimension]) // side
-    parts = values.unflatten(dimension, (side, inside, side, inside))
-    # a share of attention adds up; a key stands for itself
-    if is_share:
+def _fold_signal(name: str, values: Tensor, side: int) -> Tensor:
+    """Fold a signal of patches, shape (images, heads, patches) or (images, patches, width), into cells."""
+    is_attention = name.startswith("cls_attention")
+    dimension = 2 if is_attention else 1
+    patches = isqrt(values.shape[dimension]) // side
+    parts = values.unflatten(dimension, (side, patches, side, patches))
+    if is_attention:
         return parts.sum((3, 5)).flatten(2)
     return parts.mean((2, 4)).flatten(1, 2)
 
 
 class InternVL(CellAdapter):
-    """InternVL: tapped after the pixel shuffle, reduced before the projector, tile by tile.
+    """InternVL: cells are read after the pixel shuffle and reduced before the projector, tile by tile.
 
-    The pixel shuffle lays 2×2 patches side by side, so a cell is four times as wide as the tower. The projector works
-    on each cell alone; merging happens before it, as in the paper. Tiles, thumbnails and video frames are pictures
-    like any other. The tower is stopped after the block that ``vision_feature_layer`` names.
+    The pixel shuffle concatenates 2×2 patches, so a cell is four times as wide as the tower. The projector processes
+    each cell separately; merging happens before it, as in the paper. Tiles, thumbnails and video frames are treated as
+    images. The tower stops after the block that ``vision_feature_layer`` selects.
     """
 
     families: ClassVar[tuple[str, ...]] = ("internvl",)
-
-    def see(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> list[VisualTokens]:
-        """Cells of every tile."""
-        if "cls" in needs:
-            raise MissingSignal(
-                "This reducer reads the CLS token, and here a token is a cell of several patches side by side, among "
-                "which a CLS token of one patch's width has no place. Choose a reducer that does without, such as "
-                "torino-m."
-            )
-        tower, pixels = self.inner.vision_tower, inputs["pixel_values"]
-        self._refuse_whole_sequence(inputs)
-        parts = _tower_layout(tower)
-        block, ends = self._tap_block(inputs, len(parts.blocks))
-        seen = tap(tower, parts, block, needs, lambda: tower(pixel_values=pixels.to(self.inner.dtype)))
-        states = tower.layernorm(seen.states) if ends else seen.states
-        patches = states[:, parts.prefix :]
-        side = isqrt(patches.shape[1])
-        shuffled = self.inner.pixel_shuffle(
-            patches.reshape(len(patches), side, side, -1), scale_factor=self.config.downsample_ratio
-        )
-        # the norm after the last block is one step more than the block itself, unless it does nothing
-        normed = ends and not isinstance(tower.layernorm, torch.nn.Identity)
-        return cells_of(shuffled.flatten(1, 2), seen, Origin(parts.name, block + normed))
-
-    def project(self, tokens: Tensor) -> Tensor:
-        """Norm and two layers, cell by cell."""
-        return self.inner.multi_modal_projector(tokens)
 
     @property
     def pixel_names(self) -> tuple[str, ...]:
         """Inputs that belong to the pixels."""
         return ("pixel_values", "image_sizes", "vision_feature_layer", "vision_feature_select_strategy")
 
-    def _tap_block(self, inputs: Mapping[str, Any], blocks: int) -> tuple[int, bool]:
-        """Zero-based block to tap, and whether the tower's last norm comes after it."""
+    def visual_tokens(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> list[VisualTokens]:
+        """Return the cells of every tile."""
+        if "cls" in needs:
+            raise MissingSignal(
+                "This reducer reads the CLS token, and in InternVL a token is a cell of several patches, which a CLS "
+                "token of one patch's width does not match. Choose a reducer that does not need it, such as torino-m."
+            )
+        tower, pixels = self.inner.vision_tower, inputs["pixel_values"]
+        self._check_strategy(inputs)
+        parts = _tower_layout(tower)
+        block, is_output = self._feature_block(inputs, len(parts.blocks))
+        captured = capture(tower, parts, block, needs, lambda: tower(pixel_values=pixels.to(self.inner.dtype)))
+        states = tower.layernorm(captured.states) if is_output else captured.states
+        patches = states[:, parts.prefix :]
+        side = isqrt(patches.shape[1])
+        shuffled = self.inner.pixel_shuffle(
+            patches.reshape(len(patches), side, side, -1), scale_factor=self.config.downsample_ratio
+        )
+        # States after the final norm are numbered as one block later, unless the norm is an identity.
+        is_normed = is_output and not isinstance(tower.layernorm, torch.nn.Identity)
+        return make_cells(shuffled.flatten(1, 2), captured, Origin(parts.name, block + is_normed))
+
+    def project(self, tokens: Tensor) -> Tensor:
+        """Apply the projector: a norm and two linear layers."""
+        return self.inner.multi_modal_projector(tokens)
+
+    def _feature_block(self, inputs: Mapping[str, Any], blocks: int) -> tuple[int, bool]:
+        """Return the zero-based block of the feature layer, and whether the tower's final norm follows it."""
         given = inputs.get("vision_feature_layer")
         layer: object = self.config.vision_feature_layer if given is None else given
         if not isinstance(layer, int):
             raise TorinoError(
-                f"This model reads several tower layers at once ({layer}), which have no single tap. "
-                "Torino reduces models that read one layer."
+                f"vision_feature_layer is {layer}: this model reads several tower layers at once. Torino supports "
+                "models that read one layer."
             )
-        # -1 is the tower's own output here, and every other number a hidden state; state 0 enters block 0
+        # −1 is the tower's output; every other number is a hidden state, and hidden state 0 is the input of block 0.
         return (blocks - 1, True) if layer == -1 else ((layer % (blocks + 1)) - 1, False)
 
-    def _refuse_whole_sequence(self, inputs: Mapping[str, Any]) -> None:
+    def _check_strategy(self, inputs: Mapping[str, Any]) -> None:
         strategy = inputs.get("vision_feature_select_strategy") or self.config.vision_feature_select_strategy
         if strategy != "default":
             raise TorinoError(
@@ -176,7 +176,7 @@ def _tower_layout(tower: Any) -> TowerLayout:
         prefix=1,
         has_cls=True,
         heads=int(tower.config.num_attention_heads),
-        # after the norms of queries and keys, which pass everything on where a model has none
+        # After the norms of queries and keys, which are identities in models without them.
         query=lambda block: block.attention.q_norm,  # type: ignore[union-attr, return-value]
         key=lambda block: block.attention.k_norm,  # type: ignore[union-attr, return-value]
         name=str(getattr(tower.config, "_name_or_path", "") or ""),

@@ -1,34 +1,34 @@
 """LLaVA-NeXT: an image is a base view and tiles, packed into rows that end in newline tokens.
 
-**Units.** What is planned is a tile: the base view and every sub-tile are a unit each, so a budget counts tokens per
-tile; unless the reducer says that its budget is one for all views of an image (``shares_views``, as HiRED does), when
-it is told how they lie, and may leave any of them without a token, though not the image. The tower sees all tiles of a
-call as one batch and is stopped after the tap block; reduction comes before the projector, as in LLaVA-1.5.
+**Units.** Each view (the base view and every tile) is one unit, so a budget counts tokens per view. A reducer with one
+budget for all views of an image (``shares_views``, as HiRED has) receives them together with their layout, and may
+leave views without tokens, but not the image. The tower encodes all tiles of a call as one batch and stops after the
+block of the feature layer. Tokens are reduced before the projector, as in LLaVA-1.5.
 
-**Packing.** Which patch stands at which placeholder is learned by running the model's own ``pack_image_features`` on
-the numbers of the patches, so no rule of packing is repeated here. A reduced token takes the placeholder of its anchor
-(a token of no place the last one of its tile). Rows of the picture run across tiles, so the tokens of an image are put
-in the order of their placeholders whatever order the reducer gave them.
+**Packing.** The patch at each placeholder is found by running the model's own ``pack_image_features`` on patch indices,
+so its packing rules are not repeated here. A reduced token takes the placeholder of its anchor; a token without an
+anchor takes the last one of its tile. Rows of the image run across tiles, so the tokens of an image are sorted by
+placeholder.
 
-**Unpadding.** The model cuts away the patches that only show the bars added to fit the image into its tiles. They are
-cut away before planning too: a unit is the part of a tile that the model would show, always a rectangle. So no token is
-spent on bars, none is blended with them, and a tile that is nothing but bar is no unit at all.
+**Unpadding.** The model removes the patches that show only the bars added to fit the image into its tiles. They are
+removed before planning too: a unit is the visible part of a tile, which is always a rectangle. No token is spent on
+bars or blended with them, and a tile that shows only padding is not a unit.
 
-**Newlines.** The host's ``newlines`` says what becomes of the token that ends each row:
+**Newlines.** ``LlavaNext.newlines`` selects which newline tokens are kept:
 
-========  ==========================================================================================
-``rows``  it goes when its row has lost all its tokens, and stays otherwise (the default)
-``all``   every newline stays, so the language model can still count the rows
-``none``  none stays
-========  ==========================================================================================
+========  =================================================================
+``rows``  those of rows that still have a token (the default)
+``all``   all of them, so that the language model can still count the rows
+``none``  none of them
+========  =================================================================
 
-Newlines are not in any ``Reduction``; the trace counts them among an image's tokens, before and after. For another
-rule, serve a subclass::
+Newlines are not part of any ``Reduction``; the trace counts them among the tokens of an image, before and after. To use
+another rule, register a subclass::
 
     class AllNewlines(LlavaNext):
         newlines = "all"
 
-    serve("llava_next")(lambda: AllNewlines)
+    register_adapter("llava_next")(lambda: AllNewlines)
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from torino.core.errors import BadParameter, BadTokens, MissingSignal, TorinoError
+from torino.core.errors import BadParameter, BadTokens, TorinoError
 from torino.core.ragged import Ragged
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
 from torino.vlm.adapters.base import EncodedImages, ImageEmbeds, Tiling
-from torino.vlm.adapters.llava import Llava
+from torino.vlm.adapters.llava import Llava, tower_options
 from torino.vlm.hooks import tower_layout
 
 Newlines = Literal["rows", "all", "none"]
-NEWLINE = float("nan")  # the number of the newline among the numbers of patches
+NEWLINE = float("nan")  # marks a newline among patch indices
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
-    """What stands at each placeholder of one image.
+class PackedImage:
+    """The content of each placeholder of one image.
 
     Attributes
     ----------
     patch : Tensor of shape (full,), int64
-        The patch, counted through the tiles of the image; −1 where no patch stands unchanged.
+        Index of the patch, counted through the tiles of the image; −1 where there is no unchanged patch.
     newline : Tensor of shape (full,), bool
-        Where a row ends.
+        Whether the placeholder is a newline.
     detail : Tensor of shape (full,), bool
-        Where a sub-tile is shown, rather than the base view or a newline.
+        Whether the placeholder belongs to a tile, not to the base view or a newline.
     resized : bool
-        Whether the sub-tiles were resized after the projector, so that their placeholders hold no patch.
+        Whether the tiles are resized after the projector, so that their placeholders hold no patches.
     """
 
     patch: Tensor
@@ -80,7 +80,7 @@ class Picture:
 
     @cached_property
     def row(self) -> Tensor:
-        """The row of each placeholder, counted by the newlines; −1 for a base view with sub-tiles, which has none."""
+        """Row of each placeholder, counted by newlines; −1 in the base view of an image with tiles, which has none."""
         row = self.newline.long().cumsum(0) - self.newline.long()
         is_base = ~self.newline & ~self.detail
         return torch.where(is_base, -1, row) if bool(self.detail.any()) else row
@@ -88,43 +88,43 @@ class Picture:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """One unit to plan: its tokens, the placeholder of each of its patches, and which view of the image it is."""
+    """One unit to plan: its tokens, the placeholder of each of its patches, and the index of its view."""
 
     tokens: VisualTokens
     slots: Tensor
     view: int
 
-    def slot_of(self, anchor: Tensor) -> Tensor:
-        """Placeholders of anchors; the last one of the unit for a token of no place."""
-        position_mode = (anchor >= 0) & (anchor < len(self.slots))
-        return self.slots[torch.where(position_mode, anchor, len(self.slots) - 1)]
+    def anchor_slots(self, anchor: Tensor) -> Tensor:
+        """Return the placeholders of anchors; a token without an anchor takes the last one of the unit."""
+        has_anchor = (anchor >= 0) & (anchor < len(self.slots))
+        return self.slots[torch.where(has_anchor, anchor, len(self.slots) - 1)]
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
-    """One image: how it is packed, its units, and all that its tiles were at the tap."""
+class TiledImage:
+    """One image: its packing, its units, the complete tokens of all its tiles, and its size in pixels."""
 
-    picture: Picture
+    packing: PackedImage
     units: tuple[Unit, ...]
     tiles: tuple[VisualTokens, ...]
     size: Sequence[int]
 
 
 class LlavaNext(Llava):
-    """LLaVA-NeXT: tiles are planned one by one, packed as the model packs them; see the module for newlines.
+    """LLaVA-NeXT: tiles are planned separately and packed as the model packs them; see the module for newlines.
 
     Parameters
     ----------
     model : a Hugging Face LLaVA-NeXT model
     newlines : {"rows", "all", "none"}, optional
-        Which newline tokens stay; by default what the class says.
+        The newline tokens to keep; the class attribute by default.
     """
 
     families: ClassVar[tuple[str, ...]] = ("llava_next",)
-    proportional_attention: ClassVar[bool] = False  # newlines stand for no patch
-    resumes: ClassVar[bool] = False  # tried with LLaVA-1.5 alone
+    proportional_attention: ClassVar[bool] = False  # newlines represent no patch
+    shares_prefix: ClassVar[bool] = False  # tested with LLaVA-1.5 only
     tiles: ClassVar[bool] = True
-    closed: ClassVar[str] = "its tiles are cut to what shows the image only behind the tower, too late to unmerge"
+    in_tower_refusal: ClassVar[str] = "its tiles are cropped after the tower, and merged tokens cannot be cropped"
     newlines: Newlines = "rows"
 
     def __init__(self, model: nn.Module, newlines: Newlines | None = None) -> None:
@@ -134,194 +134,182 @@ class LlavaNext(Llava):
             known = ", ".join(map(repr, get_args(Newlines)))
             raise BadParameter(f"newlines must be one of {known}, got {self.newlines!r}.")
 
-    # ------------------------------------------------------------------ what the model does with an image
+    # ------------------------------------------------------------------ the model's own handling of an image
 
     def count_tiles(self, sizes: Sequence[Sequence[int]], inputs: Mapping[str, Any]) -> list[int]:
-        """Tiles of each image, the base view included."""
+        """Return the number of tiles of each image, including the base view."""
         from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
         side = self.config.vision_config.image_size
         return [image_size_to_num_patches(list(size), self.config.image_grid_pinpoints, side) for size in sizes]
 
-    def layout(self, scene: Scene) -> tuple[int, int]:
-        """Rows and columns of an image's tiles."""
+    def tile_layout(self, image: TiledImage) -> tuple[int, int]:
+        """Return the rows and columns of an image's tiles; (0, 0) for an image that has only a base view."""
         from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
 
-        if len(scene.tiles) == 1:
-            return (0, 0)  # the base view is all there is
+        if len(image.tiles) == 1:
+            return (0, 0)
         side, pinpoints = self.config.vision_config.image_size, self.config.image_grid_pinpoints
-        down, across = get_anyres_image_grid_shape(list(scene.size), pinpoints, side)
-        return int(down), int(across)
+        rows, columns = get_anyres_image_grid_shape(list(image.size), pinpoints, side)
+        return int(rows), int(columns)
 
     def pack(
         self, features: Sequence[Tensor], sizes: Sequence[Sequence[int]], newline: Tensor, inputs: Mapping[str, Any]
     ) -> list[Tensor]:
-        """Pack per-patch values (tiles, patches, F) of each image as the model does: (full, F)."""
+        """Pack the features (tiles, patches, F) of each image as the model does; return (full, F) for each image."""
         packed, _ = self.inner.pack_image_features(
             list(features), sizes, vision_feature_select_strategy=self._strategy(inputs), image_newline=newline
         )
         return packed
 
-    def pictures(
+    def find_packing(
         self, counts: Sequence[int], patches: int, sizes: Sequence[Sequence[int]], inputs: Mapping[str, Any]
-    ) -> list[Picture]:
-        """Learn how each image is packed, by packing the numbers of its patches instead of their features."""
+    ) -> list[PackedImage]:
+        """Find how each image is packed, by packing the indices of its patches instead of their features."""
         numbered: list[Tensor] = []
         for count in counts:
-            # doubles hold every whole number that matters, and run through any arithmetic the model may do
+            # float64 represents all these indices exactly and passes through any arithmetic of the model.
             number = torch.arange(count * patches, dtype=torch.float64).view(count, patches)
             numbered.append(torch.stack([number, (number >= patches).double()], 2))
         packed = self.pack(numbered, sizes, torch.full((2,), NEWLINE, dtype=torch.float64), inputs)
-        found: list[Picture] = []
-        for number, is_detail in (values.T for values in packed):
-            newline = number.isnan()
-            found.append(Picture(number.nan_to_num(nan=-1).long(), newline, is_detail.nan_to_num() > 0.5))
-        return found
+        return [
+            PackedImage(number.nan_to_num(nan=-1).long(), number.isnan(), is_detail.nan_to_num() > 0.5)
+            for number, is_detail in (values.T for values in packed)
+        ]
 
-    def units(
-        self, picture: Picture, tiles: Sequence[VisualTokens], size: Sequence[int], inputs: Mapping[str, Any]
+    def make_units(
+        self, packing: PackedImage, tiles: Sequence[VisualTokens], size: Sequence[int], inputs: Mapping[str, Any]
     ) -> list[Unit]:
-        """The tiles of an image, each cut to what the model shows of it."""
-        found: list[Unit] = []
+        """Return the tiles of an image, each cropped to its visible part."""
+        units: list[Unit] = []
         for number, tile in enumerate(tiles):
-            slots = (picture.patch // len(tile) == number).nonzero()[:, 0]
+            slots = (packing.patch // len(tile) == number).nonzero()[:, 0]
             if len(slots):
-                visible, order = (picture.patch[slots] - number * len(tile)).sort()
-                found.append(Unit(cut(tile, visible), slots[order], number))
-        return found
+                visible, order = (packing.patch[slots] - number * len(tile)).sort()
+                units.append(Unit(crop_tile(tile, visible), slots[order], number))
+        return units
 
-    # ------------------------------------------------------------------ what a host does
+    # ------------------------------------------------------------------ the adapter interface
 
-    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
-        """Every tile is one unit, cut to what the model shows of it."""
+    def encode(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
+        """Encode each tile as one unit, cropped to its visible part."""
         self._check_strategy(inputs)
         if inputs.get("image_sizes") is None:
             raise BadTokens(
-                "image_sizes is missing: without it nobody knows how the tiles lie. Pass on what the processor gave."
+                "image_sizes is missing, and the arrangement of the tiles depends on it. Pass all outputs of the "
+                "processor."
             )
         sizes: list[list[int]] = torch.as_tensor(inputs["image_sizes"]).tolist()
         counts = self.count_tiles(sizes, inputs)
-        pixels = all_tiles(inputs["pixel_values"], counts)
-        options = {
-            name: inputs[name]
-            for name in ("vision_feature_layer", "vision_feature_select_strategy")
-            if inputs.get(name) is not None
-        }
-        tiles = iter(self.see(pixels, needs, **options))
-        mine = [tuple(next(tiles) for _ in range(count)) for count in counts]
-        pictures = self.pictures(counts, len(mine[0][0]), sizes, inputs)
-        scenes = [
-            Scene(picture, tuple(self.units(picture, seen, size, inputs)), seen, size)
-            for picture, seen, size in zip(pictures, mine, sizes, strict=True)
+        pixels = flatten_tiles(inputs["pixel_values"], counts)
+        all_tiles = iter(self.visual_tokens(pixels, needs, **tower_options(inputs)))
+        tiles = [tuple(next(all_tiles) for _ in range(count)) for count in counts]
+        packings = self.find_packing(counts, len(tiles[0][0]), sizes, inputs)
+        images = [
+            TiledImage(packing, tuple(self.make_units(packing, image_tiles, size, inputs)), image_tiles, size)
+            for packing, image_tiles, size in zip(packings, tiles, sizes, strict=True)
         ]
-        tokens = tuple(unit.tokens for scene in scenes for unit in scene.units)
-        tilings = tuple(Tiling(tuple(unit.view for unit in scene.units), self.layout(scene)) for scene in scenes)
-        return EncodedImages(tokens, tuple(len(picture) for picture in pictures), (scenes, inputs), tilings)
+        tokens = tuple(unit.tokens for image in images for unit in image.units)
+        tilings = tuple(Tiling(tuple(unit.view for unit in image.units), self.tile_layout(image)) for image in images)
+        return EncodedImages(tokens, tuple(len(packing) for packing in packings), (images, inputs), tilings)
 
-    def splice(self, sight: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
-        """Reduce, project, place each token where its anchor was, and end the rows with their newlines."""
-        scenes: list[Scene] = sight.extra[0]
-        each = iter(plans)
-        parts = [[(unit, next(each)) for unit in scene.units] for scene in scenes]
-        counts = [sum(len(plan) for _, plan in part) for part in parts]
+    def embed(self, encoded: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
+        """Reduce and project; each token takes the placeholder of its anchor, and rows end in their newlines."""
+        images: list[TiledImage] = encoded.extra[0]
+        remaining = iter(plans)
+        planned = [[(unit, next(remaining)) for unit in image.units] for image in images]
+        counts = [sum(len(plan) for _, plan in units) for units in planned]
         if 0 in counts:
             raise TorinoError(
-                f"{plans[0].by} left no token of image {counts.index(0)}, and a model needs one of each image. "
-                "Choose a reducer that keeps at least one token of an image."
+                f"{plans[0].by} kept no token of image {counts.index(0)}, and the model needs at least one of each "
+                "image. Choose a reducer that keeps at least one token of an image."
             )
-        table, row = self._table(sight, plans, parts)
-        splices: list[ImageEmbeds] = []
-        for scene, part, mine in zip(scenes, parts, row.split(counts), strict=True):
-            slots = torch.cat([unit.slot_of(plan.anchor) for unit, plan in part])
-            ends = self._ends(scene.picture, slots)
-            slots, mine = torch.cat([slots, ends]), torch.cat([mine, torch.zeros_like(ends)])
+        table, rows = self._feature_table(encoded, plans, planned)
+        embeds: list[ImageEmbeds] = []
+        for image, units, image_rows in zip(images, planned, rows.split(counts), strict=True):
+            slots = torch.cat([unit.anchor_slots(plan.anchor) for unit, plan in units])
+            newlines = self._kept_newlines(image.packing, slots)
+            slots, image_rows = torch.cat([slots, newlines]), torch.cat([image_rows, torch.zeros_like(newlines)])
             order = slots.argsort(stable=True)
-            splices.append(ImageEmbeds(table.index_select(0, mine[order].to(table.device)), slots[order]))
-        return splices
+            embeds.append(ImageEmbeds(table.index_select(0, image_rows[order].to(table.device)), slots[order]))
+        return embeds
 
-    # ------------------------------------------------------------------ parts of it
+    # ------------------------------------------------------------------ helpers
 
-    def _table(
-        self, sight: EncodedImages, plans: ReductionBatch, parts: Sequence[Sequence[tuple[Unit, Reduction]]]
+    def _feature_table(
+        self, encoded: EncodedImages, plans: ReductionBatch, planned: Sequence[Sequence[tuple[Unit, Reduction]]]
     ) -> tuple[Tensor, Tensor]:
-        """One table of all that can stand in the prompt, the newline first, and the row of each planned token."""
-        cls = [unit.cls for unit in sight.tokens if unit.cls is not None]
-        reads_cls = next((plan.by for plan in plans if bool((plan.sources == plan.patches).any())), None)
-        if reads_cls and not cls:
-            raise MissingSignal(
-                f"{reads_cls} keeps the CLS token, and the tower {type(self.inner.vision_tower).__name__} has none. "
-                "Choose a reducer that does without, such as torino-m."
-            )
-        reduced = plans.apply([unit.patches for unit in sight.tokens], cls or None).values
-        # What the model itself would hand over is wanted where placeholders hold no patches, and for an image that
-        # keeps everything: a matrix product of other height may round otherwise, and that image is the stock one.
-        wanted = {
-            image: scene
-            for image, scene in enumerate(sight.extra[0])
-            if scene.picture.resized or all(is_identity(plan) for _, plan in parts[image])
+        """Return a table of features, with the newline in row 0, and the row of each planned token."""
+        reduced = plans.apply([unit.patches for unit in encoded.tokens], self.cls_tokens(encoded, plans)).values
+        # The model's own features are used where placeholders hold no patches, and for an image that keeps all tokens.
+        # The result then equals the stock model exactly; a matrix product with fewer rows may round differently.
+        stock_images = {
+            number: image
+            for number, image in enumerate(encoded.extra[0])
+            if image.packing.resized or all(is_identity(plan) for _, plan in planned[number])
         }
-        stock = self._packed(wanted, sight.extra[1])
+        stock = self._stock_features(stock_images, encoded.extra[1])
         begin, height = dict[int, int](), 1
-        for image, features in stock.items():
-            begin[image], height = height, height + len(features)
-        row = torch.cat(
+        for number, features in stock.items():
+            begin[number], height = height, height + len(features)
+        rows = torch.cat(
             [
-                torch.where(unchanged(plan), begin[image] + unit.slot_of(leader(plan)), -1)
-                if image in begin
+                torch.where(is_single_patch(plan), begin[number] + unit.anchor_slots(first_source(plan)), -1)
+                if number in begin
                 else torch.full((len(plan),), -1)
-                for image, part in enumerate(parts)
-                for unit, plan in part
+                for number, units in enumerate(planned)
+                for unit, plan in units
             ]
         )
-        made = (row < 0).nonzero()[:, 0]
-        row[made] = torch.arange(height, height + len(made))
+        projected = (rows < 0).nonzero()[:, 0]
+        rows[projected] = torch.arange(height, height + len(projected))
         table = list(stock.values())
-        if len(made):
-            table.append(self.project(Ragged.of([reduced.index_select(0, made.to(reduced.device))])).values)
-        return torch.cat([self.inner.image_newline[None].to(table[0]), *table]), row
+        if len(projected):
+            table.append(self.project(Ragged.of([reduced.index_select(0, projected.to(reduced.device))])).values)
+        return torch.cat([self.inner.image_newline[None].to(table[0]), *table]), rows
 
-    def _packed(self, scenes: Mapping[int, Scene], inputs: Mapping[str, Any]) -> dict[int, Tensor]:
-        """The features that the model itself would hand over for some images."""
-        if not scenes:
+    def _stock_features(self, images: Mapping[int, TiledImage], inputs: Mapping[str, Any]) -> dict[int, Tensor]:
+        """Return the features that the unreduced model computes for some images."""
+        if not images:
             return {}
-        states = torch.stack([tile.patches for scene in scenes.values() for tile in scene.tiles])
+        states = torch.stack([tile.patches for image in images.values() for tile in image.tiles])
         features: Tensor = self.inner.multi_modal_projector(states)
-        split = features.split([len(scene.tiles) for scene in scenes.values()])
-        sizes = [scene.size for scene in scenes.values()]
-        return dict(zip(scenes, self.pack(split, sizes, self.inner.image_newline, inputs), strict=True))
+        split = features.split([len(image.tiles) for image in images.values()])
+        sizes = [image.size for image in images.values()]
+        return dict(zip(images, self.pack(split, sizes, self.inner.image_newline, inputs), strict=True))
 
-    def _ends(self, picture: Picture, slots: Tensor) -> Tensor:
-        """Placeholders of the newlines that stay, when tokens stand at ``slots``."""
+    def _kept_newlines(self, packing: PackedImage, slots: Tensor) -> Tensor:
+        """Return the placeholders of the newlines to keep, given the placeholders of the tokens."""
         if self.newlines == "none":
             return slots[:0]
-        stays = picture.newline
+        kept = packing.newline
         if self.newlines == "rows":
-            had = torch.isin(picture.row, picture.row[~picture.newline])
-            has = torch.isin(picture.row, picture.row[slots])
-            stays = stays & (has | ~had)  # a row that never had a patch has lost none
-        return stays.nonzero()[:, 0]
+            had_patches = torch.isin(packing.row, packing.row[~packing.newline])
+            has_tokens = torch.isin(packing.row, packing.row[slots])
+            kept = kept & (has_tokens | ~had_patches)  # a row that never had a patch keeps its newline
+        return kept.nonzero()[:, 0]
 
     def _strategy(self, inputs: Mapping[str, Any]) -> str:
         return inputs.get("vision_feature_select_strategy") or self.config.vision_feature_select_strategy
 
     def _check_strategy(self, inputs: Mapping[str, Any]) -> None:
-        """Refuse towers with registers, which the model would take for patches; ``see`` refuses other misfits."""
+        """Refuse towers with registers, which the model would treat as patches; encoding refuses other conflicts."""
         prefix = tower_layout(self.inner.vision_tower).prefix
         if prefix > 1 and self._strategy(inputs) == "default":
             raise TorinoError(
-                f'vision_feature_select_strategy="default" leaves out one token, and this tower has {prefix} before '
-                "its patches, so what is left forms no grid of tiles. Use a tower with no registers."
+                f'vision_feature_select_strategy="default" drops one token, and this tower has {prefix} before its '
+                "patches, so the remaining tokens do not form the grid of a tile. Use a tower without registers."
             )
 
 
-def all_tiles(pixels: object, counts: Sequence[int]) -> Tensor:
-    """The tiles of all images end to end, without those that only fill up a batch.
+def flatten_tiles(pixels: object, counts: Sequence[int]) -> Tensor:
+    """Concatenate the tiles of all images and drop those that only pad the batch.
 
     Parameters
     ----------
     pixels : Tensor of shape (images, most tiles, 3, height, width) or (tiles, 3, height, width)
     counts : sequence of int
-        Tiles of each image.
+        Number of tiles of each image.
     """
     if not isinstance(pixels, Tensor) or pixels.ndim not in (4, 5):
         got = tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
@@ -333,52 +321,52 @@ def all_tiles(pixels: object, counts: Sequence[int]) -> Tensor:
         pixels = torch.cat([tiles[:count] for tiles, count in zip(pixels, counts, strict=True)])
     if pixels.ndim == 5 or len(pixels) != sum(counts):
         raise BadTokens(
-            f"By image_sizes there are {len(counts)} images of {', '.join(map(str, counts))} tiles, and pixel_values "
-            f"of shape {tuple(pixels.shape)} does not hold them. Pass on both as the processor gave them."
+            f"image_sizes describes {len(counts)} images of {', '.join(map(str, counts))} tiles, and pixel_values has "
+            f"shape {tuple(pixels.shape)}, which does not match. Pass both as the processor returned them."
         )
     return pixels
 
 
-def cut(tile: VisualTokens, visible: Tensor) -> VisualTokens:
-    """Cut a tile to some of its patches, which form a rectangle; signals of patches are cut alike."""
+def crop_tile(tile: VisualTokens, visible: Tensor) -> VisualTokens:
+    """Crop a tile and its signals to the given patches, which form a rectangle."""
     if len(visible) == len(tile):
         return tile
     columns = tile.grid[1]
     grid = (len((visible // columns).unique()), len((visible % columns).unique()))
-    at = visible.to(tile.patches.device)
-    return per_patch(tile, lambda values: values.index_select(0, at), grid)
+    index = visible.to(tile.patches.device)
+    return map_patches(tile, lambda values: values.index_select(0, index), grid)
 
 
-def per_patch(tile: VisualTokens, change: Callable[[Tensor], Tensor], grid: tuple[int, int]) -> VisualTokens:
-    """Change everything that tokens carry for each patch, given as (N, F); the CLS token stays."""
+def map_patches(tile: VisualTokens, transform: Callable[[Tensor], Tensor], grid: tuple[int, int]) -> VisualTokens:
+    """Apply a function of (N, F) tensors to the patches and to each signal per patch; the CLS token is unchanged."""
 
-    def signal(name: str, values: Tensor | None) -> Tensor | None:
+    def map_signal(name: str, values: Tensor | None) -> Tensor | None:
         if values is None:
             return None
-        # attention has a row for each head, all else a row for each patch
-        return change(values.T).T if name.startswith("cls_attention") else change(values)
+        # CLS attention has one row for each head; all other signals have one row for each patch.
+        return transform(values.T).T if name.startswith("cls_attention") else transform(values)
 
     return tile.with_(
-        patches=change(tile.patches),
+        patches=transform(tile.patches),
         grid=grid,
-        cls_attention=signal("cls_attention", tile.cls_attention),
-        keys=signal("keys", tile.keys),
-        signals={name: signal(name, values) for name, values in tile.signals.items()},
+        cls_attention=map_signal("cls_attention", tile.cls_attention),
+        keys=map_signal("keys", tile.keys),
+        signals={name: map_signal(name, values) for name, values in tile.signals.items()},
     )
 
 
-def leader(plan: Reduction) -> Tensor:
-    """First source of each token."""
+def first_source(plan: Reduction) -> Tensor:
+    """Return the first source of each token."""
     return plan.sources[plan.offsets[:-1].clamp(max=max(len(plan.sources) - 1, 0))]
 
 
-def unchanged(plan: Reduction) -> Tensor:
-    """Whether each token is one patch as it was, shape (M,)."""
+def is_single_patch(plan: Reduction) -> Tensor:
+    """Return whether each token is one unchanged patch, shape (M,)."""
     weight = plan.weights[plan.offsets[:-1].clamp(max=max(len(plan.sources) - 1, 0))]
-    return (plan.offsets.diff() == 1) & (weight == 1) & (leader(plan) < plan.patches)
+    return (plan.offsets.diff() == 1) & (weight == 1) & (first_source(plan) < plan.patches)
 
 
 def is_identity(plan: Reduction) -> bool:
-    """Whether a plan keeps every patch as it was, where it was."""
+    """Return whether a plan keeps every patch unchanged at its own position."""
     every = torch.arange(plan.patches)
     return plan.is_pruning and torch.equal(plan.sources, every) and torch.equal(plan.anchor, every)

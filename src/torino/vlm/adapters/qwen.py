@@ -1,8 +1,7 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any shape, merged patches, positions in three dimensions."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any shape, merged patches, three-dimensional positions."""
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,58 +17,56 @@ from torino.core.timing import stage
 from torino.core.tokens import Origin, VisualTokens
 from torino.reducers import PositionMode
 from torino.vlm.adapters.base import Adapter, EncodedImages, ImageEmbeds
+from torino.vlm.hooks import placing, signal_block
 from torino.vlm.insertion import ShortenedPrompt
 
-# Where queries and keys stand in the output of the fused projection of a block.
+# Index of queries and keys in the output of a block's fused projection.
 FUSED = {"queries": 0, "keys": 1}
-# PyTorch numbers hooks by a counter that two threads could read at once; the second hook would replace the first.
-_placing = threading.Lock()
 
 
 @dataclass(frozen=True)
-class DeepImageEmbeds(ImageEmbeds):
-    """A splice with what Qwen3-VL adds to its tokens in the first layers of the language model.
+class DeepstackEmbeds(ImageEmbeds):
+    """Image embeds with the features that Qwen3-VL adds in the first layers of its language model.
 
     Attributes
     ----------
     deepstack : tuple of Tensor of shape (n, E)
-        One for each deepstack layer; empty for families without.
+        One tensor for each deepstack layer; empty for families without deepstack.
     """
 
     deepstack: tuple[Tensor, ...] = ()
 
 
 class Qwen(Adapter):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: each image is one unit, tapped and reduced after the merger.
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: each image is one unit, read and reduced after the merger.
 
-    The tokens are what the language model would read: 2x2 patches merged into one, in raster order on a grid of half
-    the height and width. The merger reads four neighbours at once, so there is no place before it where a token could
-    be left out. ``origin.block`` is the number of blocks, one more than any block has: after the merger.
+    The tokens are those that the language model reads: each merges 2x2 patches, in raster order on a grid of half the
+    height and width. The merger reads four neighbors at once, so single patches cannot be removed before it.
+    ``origin.block`` is the number of blocks, which denotes the output of the merger.
 
-    *Positions.* Every token keeps the three coordinates (time, row, column) it has in the full prompt, and so does the
-    text; new text goes on where it would have gone on in the full prompt. An image takes only max(rows, columns)
-    numbers of its 3-D positions however many tokens it has, so there is no gap worth closing: ``"compact"`` and
-    ``"original"`` mean the same here.
+    *Positions.* Every token keeps the three coordinates (time, row, column) it has in the full prompt, text included,
+    and generated text continues where it would in the full prompt. An image occupies only max(rows, columns) position
+    values, however many tokens it has, so there is hardly a gap to close: ``"compact"`` and ``"original"`` are the
+    same.
 
-    *Merging.* A merged token takes the coordinates of its anchor; one of no place takes those of the last patch. What
-    Qwen3-VL adds to its visual tokens in the first layers of the language model (deepstack) is merged by the same
-    matrix. This is torino's choice; the models were trained with whole grids.
+    *Merging.* A merged token has the coordinates of its anchor; a token without an anchor has those of the last patch.
+    The features that Qwen3-VL adds to its visual tokens in the first layers of the language model (deepstack) are
+    reduced by the same matrix. This is torino's choice; the models were trained with complete grids.
 
-    *Signals.* These towers have no CLS token. Keys and queries of a block, before their rotation, are the mean over the
-    four patches of a token; without ``@`` they are those of the last block.
+    *Signals.* These towers have no CLS token. Keys and queries of a block, before the rotary embedding, are averaged
+    over the four patches of a token; without ``@`` they are those of the last block.
 
-    *Videos* are not reduced: a call with videos alone is left to the model, one with both is refused.
+    *Videos* are not reduced: a call with only videos runs unreduced, and a call with images and videos is refused.
     """
 
     families: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-    merges: ClassVar[bool] = True
-    closed: ClassVar[str] = (
-        "its tower merges 2x2 patches into a token at its end, which must all come out of its blocks"
+    in_tower_refusal: ClassVar[str] = (
+        "its tower merges 2x2 patches into one token after its last block and needs all four"
     )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._deltas: tuple[Tensor | None, Tensor] | None = None
+        self._deltas: tuple[Tensor | None, Tensor] | None = None  # the model's own rope_deltas, and the current ones
 
     @property
     def inner(self) -> Any:
@@ -78,41 +75,41 @@ class Qwen(Adapter):
 
     @property
     def pixel_names(self) -> tuple[str, ...]:
-        """Inputs that belong to the pixels; the grid goes too, because it is that of the full image."""
+        """Inputs that belong to the pixels, including the grid, which is that of the full image."""
         return ("pixel_values", "image_grid_thw")
 
-    def look(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
-        """Run the whole tower and its merger, once for all images."""
+    def encode(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
+        """Run the complete tower and its merger once for all images."""
         self._check(inputs)
         tower = self.inner.visual
-        sites = {name: self._site(name, len(tower.blocks)) for name in sorted(needs)}
+        sources = {name: self._signal_source(name, len(tower.blocks)) for name in sorted(needs)}
         grids: Tensor = inputs["image_grid_thw"]
-        with _fused(tower.blocks, {site for _, site in sites.values()}) as caught:
-            seen = self.inner.get_image_features(inputs["pixel_values"], grids, return_dict=True)
+        with _capture_fused(tower.blocks, {block for _, block in sources.values()}) as fused:
+            output = self.inner.get_image_features(inputs["pixel_values"], grids, return_dict=True)
         with stage("signals"):
-            signals = {name: self._per_token(caught[site], kind, grids) for name, (kind, site) in sites.items()}
+            signals = {name: self._per_token(fused[block], kind, grids) for name, (kind, block) in sources.items()}
         side = int(tower.spatial_merge_size)
-        origin = Origin(self._name(), len(tower.blocks))
+        origin = Origin(self._tower_name(), len(tower.blocks))
         tokens: list[VisualTokens] = []
-        for i, (features, (times, rows, columns)) in enumerate(zip(seen.pooler_output, grids.tolist(), strict=True)):
-            mine = {name: values[i] for name, values in signals.items()}
+        for i, (features, (times, rows, columns)) in enumerate(zip(output.pooler_output, grids.tolist(), strict=True)):
+            image_signals = {name: values[i] for name, values in signals.items()}
             tokens.append(
                 VisualTokens(
                     patches=features,
                     grid=(times * rows // side, columns // side),
                     origin=origin,
-                    keys=mine.pop("keys", None),
-                    signals=mine,
+                    keys=image_signals.pop("keys", None),
+                    signals=image_signals,
                 )
             )
-        return EncodedImages(tuple(tokens), tuple(len(image) for image in tokens), seen)
+        return EncodedImages(tuple(tokens), tuple(len(image) for image in tokens), output)
 
-    def splice(self, sight: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
-        """Reduce the features, and those of every deepstack layer by the same plan."""
-        reduced = plans.apply(list(sight.extra.pooler_output))
-        layers = [plans.apply(list(layer)) for layer in getattr(sight.extra, "deepstack_features", None) or ()]
+    def embed(self, encoded: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
+        """Reduce the features and those of every deepstack layer by the same plan."""
+        reduced = plans.apply(list(encoded.extra.pooler_output))
+        layers = [plans.apply(list(layer)) for layer in getattr(encoded.extra, "deepstack_features", None) or ()]
         return [
-            DeepImageEmbeds(
+            DeepstackEmbeds(
                 features=reduced[i],
                 slots=torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor),
                 deepstack=tuple(layer[i] for layer in layers),
@@ -120,20 +117,20 @@ class Qwen(Adapter):
             for i, plan in enumerate(plans)
         ]
 
-    def outputs(self, sight: EncodedImages, splices: Sequence[ImageEmbeds]) -> Any:
-        """Wrap the features as the model's own ``get_image_features`` does, in the same class."""
-        found: dict[str, Any] = {"pooler_output": [splice.features for splice in splices]}
-        if hasattr(sight.extra, "deepstack_features"):
-            deep = [splice.deepstack for splice in splices if isinstance(splice, DeepImageEmbeds)]
-            found["deepstack_features"] = [list(layer) for layer in zip(*deep, strict=True)]
-        return type(sight.extra)(**found)
+    def outputs(self, encoded: EncodedImages, embeds: Sequence[ImageEmbeds]) -> Any:
+        """Wrap the features in the class that the model's own ``get_image_features`` returns."""
+        fields: dict[str, Any] = {"pooler_output": [item.features for item in embeds]}
+        if hasattr(encoded.extra, "deepstack_features"):
+            deepstack = [item.deepstack for item in embeds if isinstance(item, DeepstackEmbeds)]
+            fields["deepstack_features"] = [list(layer) for layer in zip(*deepstack, strict=True)]
+        return type(encoded.extra)(**fields)
 
-    def positions(self, inputs: Mapping[str, Any], done: ShortenedPrompt, positions: PositionMode) -> dict[str, Any]:
-        """Positions of the full prompt, as the model itself counts them, of what is left; the same for both settings.
+    def positions(self, inputs: Mapping[str, Any], prompt: ShortenedPrompt, mode: PositionMode) -> dict[str, Any]:
+        """Return the positions that the remaining tokens have in the full prompt; ``mode`` makes no difference.
 
-        Returns ``position_ids`` of shape (4, rows, length): the plain count, which the model reads its mask from, then
-        time, row and column. ``rope_deltas`` on the model is set too: ``generate`` does without, but those who go on
-        step by step with ``forward`` get the positions of the new tokens from it.
+        ``position_ids`` has shape (4, rows, length): the plain count, from which the model derives its mask, then time,
+        row and column. The model's ``rope_deltas`` is set too: ``generate`` does not need it, but a decoding loop that
+        calls ``forward`` gets the positions of new tokens from it.
         """
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         full, deltas = self.inner.get_rope_index(
@@ -142,82 +139,72 @@ class Qwen(Adapter):
             image_grid_thw=inputs["image_grid_thw"],
             attention_mask=mask,
         )
-        position_mode = done.spread([full[:, row, at] for row, at in enumerate(done.kept)], 0).transpose(0, 1)
-        real = done.inputs["attention_mask"].long()
-        count = (real.cumsum(1) - 1).masked_fill(real == 0, 0)
-        before = torch.ones_like(ids) if mask is None else mask.long()
-        # the model adds the delta to the length so far: the shorter the prompt, the larger it must be
-        self._set_deltas(deltas + before.sum(1, keepdim=True) - real.sum(1, keepdim=True))
-        return {"position_ids": torch.cat([count[None], position_mode])}
+        rows = [full[:, row, kept] for row, kept in enumerate(prompt.kept)]
+        coordinates = prompt.spread(rows, 0).transpose(0, 1)
+        new_mask = prompt.inputs["attention_mask"].long()
+        count = (new_mask.cumsum(1) - 1).masked_fill(new_mask == 0, 0)
+        full_mask = torch.ones_like(ids) if mask is None else mask.long()
+        # The model adds the delta to the length so far, so a shorter prompt needs a larger delta.
+        self._set_deltas(deltas + full_mask.sum(1, keepdim=True) - new_mask.sum(1, keepdim=True))
+        return {"position_ids": torch.cat([count[None], coordinates])}
 
     def close(self) -> None:
-        """Give the model back the ``rope_deltas`` it had, unless someone else has set others since."""
+        """Restore the model's ``rope_deltas``, unless they have been set elsewhere since."""
         if self._deltas is not None and self.inner.rope_deltas is self._deltas[1]:
             self.inner.rope_deltas = self._deltas[0]
         self._deltas = None
 
     def _set_deltas(self, deltas: Tensor) -> None:
-        first = self.inner.rope_deltas if self._deltas is None else self._deltas[0]
-        self._deltas = (first, deltas)
+        original = self.inner.rope_deltas if self._deltas is None else self._deltas[0]
+        self._deltas = (original, deltas)
         self.inner.rope_deltas = deltas
 
-    # ------------------------------------------------------------------ what is refused
-
     def _check(self, inputs: Mapping[str, Any]) -> None:
-        """Refuse what would be answered wrongly, before the tower is run."""
+        """Refuse inputs that would give wrong answers, before the tower runs."""
         name = type(self.model).__name__
-        for wanted in ("image_grid_thw", "mm_token_type_ids"):
-            if inputs.get(wanted) is None:
+        for required in ("image_grid_thw", "mm_token_type_ids"):
+            if inputs.get(required) is None:
                 raise BadParameter(
-                    f"{name} cannot place the tokens of an image without {wanted}, which its processor returns beside "
-                    "pixel_values. Pass on everything the processor returns."
+                    f"{name} cannot position the tokens of an image without {required}, which its processor returns "
+                    "with pixel_values. Pass all outputs of the processor."
                 )
-        if any(inputs.get(given) is not None for given in ("pixel_values_videos", "video_grid_thw")):
+        if any(inputs.get(video) is not None for video in ("pixel_values_videos", "video_grid_thw")):
             raise BadParameter(
                 f"This call gives {name} both images and videos, and torino reduces images only. "
-                "Ask about them one at a time, or ask outside the reduced block."
+                "Use separate calls, or run it outside the reduced block."
             )
         if inputs.get("position_ids") is not None:
             raise BadParameter(
-                f"position_ids were given, and torino works out those of the reduced prompt as {name} itself does. "
-                "Leave them out."
+                f"position_ids were given, and torino computes those of the reduced prompt with {name}'s own rule. "
+                "Omit them."
             )
 
-    def _site(self, name: str, blocks: int) -> tuple[str, int]:
-        """What a signal asks for: queries or keys, and of which block."""
-        kind, at, where = name.partition("@")
+    def _signal_source(self, name: str, blocks: int) -> tuple[str, int]:
+        """Return what a signal is (queries or keys) and the block it comes from."""
+        kind = name.partition("@")[0]
         if kind in ("cls", "cls_attention"):
             raise MissingSignal(
                 f"{name} comes from a CLS token, and the vision tower of {type(self.model).__name__} has none. "
-                "Choose a reducer that does without, such as torino-m."
+                "Choose a reducer that does not need it, such as torino-m."
             )
         if kind not in FUSED:
             raise MissingSignal(
-                f"No signal is called {name!r}. Known here: keys, queries; also of another block, as keys@-1 or keys@8."
+                f"{name!r} is not a signal of this tower. Use keys or queries, optionally of another block, such as "
+                "keys@-1 or keys@8."
             )
-        if at and not re.fullmatch(r"[+-]?\d+", where):
-            raise MissingSignal(
-                f"{name!r} names no block. Write {kind}@8 for block 8, or {kind}@-1 for the last but one."
-            )
-        last = blocks - 1
-        site = last + int(where) if where[:1] in ("+", "-") else int(where) if where else last
-        if not 0 <= site < blocks:
-            raise MissingSignal(f"{name} asks for block {site}, and the tower has blocks 0 to {last}.")
-        return kind, site
+        return kind, signal_block(name, blocks - 1, blocks)
 
-    # ------------------------------------------------------------------ parts
-
-    def _name(self) -> str:
+    def _tower_name(self) -> str:
         vision = getattr(self.config.vision_config, "_name_or_path", "")
         return str(vision or getattr(self.config, "_name_or_path", "") or "")
 
     def _per_token(self, fused: Tensor, kind: str, grids: Tensor) -> tuple[Tensor, ...]:
-        """Queries or keys of patches, all images end to end, as means over the patches of each token."""
+        """Average the queries or keys of all images' patches over the patches of each token; one tensor per image."""
         tower = self.inner.visual
         unit = int(tower.spatial_merge_size) ** 2
         patches = fused.detach().unflatten(-1, (3, -1))[:, FUSED[kind]].float()
         tokens = patches.unflatten(0, (-1, unit)).mean(1)
-        if hasattr(tower, "window_size"):  # Qwen2.5-VL works window by window and undoes that after its merger
+        if hasattr(tower, "window_size"):  # Qwen2.5-VL orders tokens by attention windows until after its merger
             from transformers.vision_utils import get_vision_window_index
 
             order, _ = get_vision_window_index(grids, tower.spatial_merge_size, tower.window_size, tower.patch_size)
@@ -226,21 +213,21 @@ class Qwen(Adapter):
 
 
 @contextmanager
-def _fused(blocks: nn.ModuleList, sites: set[int]) -> Generator[dict[int, Tensor]]:
-    """Catch what the fused projections of some blocks give, in this thread alone."""
-    caught: dict[int, Tensor] = {}
+def _capture_fused(blocks: nn.ModuleList, numbers: set[int]) -> Generator[dict[int, Tensor]]:
+    """Capture the outputs of the fused projections of some blocks, for this thread only."""
+    captured: dict[int, Tensor] = {}
     thread = threading.get_ident()
 
-    def catch(site: int) -> Any:
-        def take(module: nn.Module, arguments: Any, output: Tensor) -> None:
+    def make_hook(number: int) -> Any:
+        def hook(module: nn.Module, arguments: Any, output: Tensor) -> None:
             if threading.get_ident() == thread:
-                caught[site] = output
+                captured[number] = output
 
-        return take
+        return hook
 
-    with ExitStack() as hooks:
-        for site in sites:
-            with _placing:
-                handle = blocks[site].get_submodule("attn.qkv").register_forward_hook(catch(site))
-            hooks.callback(handle.remove)
-        yield caught
+    with ExitStack() as stack:
+        for number in numbers:
+            with placing:
+                handle = blocks[number].get_submodule("attn.qkv").register_forward_hook(make_hook(number))
+            stack.callback(handle.remove)
+        yield captured

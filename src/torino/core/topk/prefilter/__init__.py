@@ -1,7 +1,8 @@
-"""Screen: the strongest latents, exactly, at a fraction of the cost of the float32 product.
+"""Exact top-k search with an int8 prefilter, at a fraction of the cost of the float32 product.
 
-A product of 8-bit whole numbers finds candidates, a bound proves that no other latent can be among the strongest, and
-only the candidates are scored as :mod:`torino.core.topk.exact` defines it. ``docs/fast.md`` has the mathematics.
+An integer product of 8-bit tokens and weights selects candidates, a bound proves that no other latent can be among the
+top k, and only the candidates are scored as defined in :mod:`torino.core.topk.exact`. ``docs/fast.md`` explains the
+mathematics.
 """
 
 from __future__ import annotations
@@ -15,99 +16,120 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torino.core.topk.prefilter.backends import LARGEST, Backend, Product, backend_for, product_of, zero_for
-from torino.core.topk.prefilter.quantization import Quantised, forget, quantise, quantised_of
-from torino.core.topk.prefilter.search import LEAST, SearchStats, prefiltered_topk
+from torino.core.topk.prefilter.backends import (
+    MAX_LEVEL,
+    Backend,
+    Int8Product,
+    backend_for,
+    make_product,
+    zero_point_for,
+)
+from torino.core.topk.prefilter.quantization import QuantizedEncoder, delete_cached, load_or_quantize, quantize
+from torino.core.topk.prefilter.search import MIN_ROWS, SearchStats, prefiltered_topk
 
 __all__ = [
     "Backend",
+    "Int8Product",
+    "Prefilter",
     "PrefilterCache",
-    "Product",
-    "Quantised",
-    "Screen",
+    "QuantizedEncoder",
     "SearchStats",
     "backend_for",
-    "forget",
+    "delete_cached",
+    "load_or_quantize",
+    "make_product",
     "prefiltered_topk",
-    "product_of",
-    "quantise",
-    "quantised_of",
-    "zero_for",
+    "quantize",
+    "zero_point_for",
 ]
 
-Screen = Literal["auto", "int8", "off"]
+Prefilter = Literal["auto", "int8", "off"]
 
-PAYS_FROM = 1 << 23  # encoder weights below which the plain product is as fast
-PAYS_TOKENS = 16  # tokens at once below which it is
-PAYS_MANY = (1 << 21, 4096)  # the same of weights where there are that many tokens at once
-PAYS_THREADS = 2  # threads of the plain product that one of the screen's, which has LEAST tokens or more, makes up for
-WIDEST = (2**31 - 1) // LARGEST**2 - 64  # channels, beyond which sums of whole numbers could leave 32 bits
-MAKES_AFTER = 4096  # tokens after which the whole numbers have paid for their making
+MIN_WEIGHTS = 1 << 23  # with fewer encoder weights the exact search is as fast
+MIN_TOKENS = 16  # with fewer tokens per call the exact search is as fast
+MIN_WEIGHTS_MANY_TOKENS = 1 << 21  # replaces MIN_WEIGHTS for calls with at least MANY_TOKENS tokens
+MANY_TOKENS = 4096
+THREAD_RATIO = 2  # the exact search may use at most this many threads per thread of the prefilter
+MAX_WIDTH = (2**31 - 1) // MAX_LEVEL**2 - 64  # for wider tokens the integer sums could exceed 32 bits
+QUANTIZE_AFTER = 4096  # number of tokens after which the time for quantization is recovered
 
 
 class PrefilterCache:
-    """Keeps the whole numbers of one SAE, and makes them anew when its weights have changed."""
+    """Quantized encoder and product of one SAE, recomputed when its weights change."""
 
     def __init__(self) -> None:
-        self._of: weakref.ref[Tensor] | None = None
+        self._weight: weakref.ref[Tensor] | None = None
         self._state: object = None
-        self._held: tuple[Quantised, Product] | None = None
-        self._seen = self._changes = 0
+        self._cached: tuple[QuantizedEncoder, Int8Product] | None = None
+        self._token_count = self._changes = 0
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[PrefilterCache], tuple[()]]:
-        """A copy of an SAE makes its own."""
+        """Copy and pickle as an empty cache."""
         return PrefilterCache, ()
 
-    def ready(
-        self, weight: Tensor, bias: Tensor, state: object, screen: Screen, tokens: int, home: Path | None
-    ) -> tuple[Quantised, Product] | None:
-        """What the screen needs, or None where the plain search is to be taken.
+    def get(
+        self, weight: Tensor, bias: Tensor, state: object, prefilter: Prefilter, tokens: int, folder: Path | None
+    ) -> tuple[QuantizedEncoder, Int8Product] | None:
+        """Return quantized encoder and product, or None if the exact search should be used.
 
         Parameters
         ----------
         weight, bias : Tensor
             The encoder.
         state : object
-            Equal to what it was as long as the weights are.
-        screen : {"auto", "int8", "off"}
-            "auto" takes the screen where it pays: a fast product, enough weights and tokens, and enough tokens read
-            with these weights to make up for the making of the whole numbers.
+            A value that changes when the weights change.
+        prefilter : {"auto", "int8", "off"}
+            "auto" uses the prefilter if it is faster: with a fast product, enough weights and tokens, and enough
+            tokens so far to recover the time for quantization.
         tokens : int
-            How many there are this time.
-        home : Path, optional
-            Folder of the SAE, see :func:`quantised_of`; not for weights that were changed since.
+            Number of tokens of this call.
+        folder : Path, optional
+            Folder of the SAE for the cache file, see :func:`load_or_quantize`. It is not used for weights that were
+            changed after loading.
         """
-        if screen == "off" or weight.shape[1] > WIDEST:
+        if prefilter == "off" or weight.shape[1] > MAX_WIDTH:
             return None
         with self._lock:
-            return self._ready(weight, bias, state, screen, tokens, home)
+            return self._get(weight, bias, state, prefilter, tokens, folder)
 
-    def _ready(
-        self, weight: Tensor, bias: Tensor, state: object, screen: Screen, tokens: int, home: Path | None
-    ) -> tuple[Quantised, Product] | None:
-        if self._of is None or self._of() is not weight or self._state != state:
-            self._changes += self._of is not None
-            self._of, self._state, self._held, self._seen = weakref.ref(weight), state, None, 0
-        self._seen += tokens
-        if screen == "auto" and not pays(weight, tokens, self._seen, self._held is not None):
+    def _get(
+        self, weight: Tensor, bias: Tensor, state: object, prefilter: Prefilter, tokens: int, folder: Path | None
+    ) -> tuple[QuantizedEncoder, Int8Product] | None:
+        if self._weight is None or self._weight() is not weight or self._state != state:
+            self._changes += self._weight is not None
+            self._weight, self._state, self._cached, self._token_count = weakref.ref(weight), state, None, 0
+        self._token_count += tokens
+        if prefilter == "auto" and not is_faster(weight, tokens, self._token_count, self._cached is not None):
             return None
         backend = backend_for(weight.device)
         if backend is None:
             return None
-        if self._held is None:
-            held = quantised_of(weight, bias, None if self._changes else home, zero_for(backend, weight.device))
-            product = product_of(backend, held.levels, int(held.zero))
-            self._held = replace(held, levels=held.levels[:0].clone()), product  # which has them in its own form
-        return self._held
+        if self._cached is None:
+            zero_point = zero_point_for(backend, weight.device)
+            quantized = load_or_quantize(weight, bias, None if self._changes else folder, zero_point)
+            product = make_product(backend, quantized.levels, zero_point)
+            # the product has its own copy of the levels
+            self._cached = replace(quantized, levels=quantized.levels[:0].clone()), product
+        return self._cached
 
 
-def pays(weight: Tensor, tokens: int, seen: int, made: bool) -> bool:
-    """Tell whether the screen is faster: ``tokens`` this time, ``seen`` in all, ``made`` already."""
+def is_faster(weight: Tensor, tokens: int, token_count: int, quantized: bool) -> bool:
+    """Return whether the prefilter is faster than the exact search.
+
+    Parameters
+    ----------
+    weight : Tensor
+        The encoder.
+    tokens, token_count : int
+        Number of tokens of this call, and of all calls with these weights.
+    quantized : bool
+        Whether the encoder is quantized already.
+    """
     device = weight.device.type
-    fewest = PAYS_MANY[0] if tokens >= PAYS_MANY[1] else PAYS_FROM
-    if weight.numel() < fewest or tokens < PAYS_TOKENS or device not in ("cpu", "cuda"):
+    min_weights = MIN_WEIGHTS_MANY_TOKENS if tokens >= MANY_TOKENS else MIN_WEIGHTS
+    if weight.numel() < min_weights or tokens < MIN_TOKENS or device not in ("cpu", "cuda"):
         return False
-    if device == "cpu" and torch.get_num_threads() > PAYS_THREADS * max(1, tokens // LEAST):
+    if device == "cpu" and torch.get_num_threads() > THREAD_RATIO * max(1, tokens // MIN_ROWS):
         return False
-    return made or seen >= MAKES_AFTER
+    return quantized or token_count >= QUANTIZE_AFTER

@@ -1,8 +1,8 @@
-"""Exact products of small whole numbers, tokens by encoder rows, by whatever a machine multiplies fastest.
+"""Exact integer products of quantized tokens and encoder rows, computed by the fastest available backend.
 
-Weights are ``levels`` of shape (C', D'), uint8, in which ``zero`` stands for 0; tokens have whole numbers from −127 to
-127. Weights have 8 bits, 128 for 0, where that is exact, and 7 bits, 64 for 0, elsewhere: processors without VNNI add
-pairs of products in 16 bits, which 2 · 255 · 63 fits into and 2 · 255 · 127 does not.
+Weights are ``levels`` of shape (C', D'), uint8, with a zero point; tokens are integers from −127 to 127. Weights have 8
+bits (zero point 128) if the products are exact, otherwise 7 bits (zero point 64): processors without VNNI add pairs of
+products in 16 bits, which is enough for 2 · 255 · 63 but not for 2 · 255 · 127.
 """
 
 from __future__ import annotations
@@ -14,244 +14,221 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torino.core.errors import TorinoError
 
-LARGEST = 127  # of a token
-ZEROS = (128, 64)  # of weights with 8 and with 7 bits
+MAX_LEVEL = 127  # largest absolute value of a quantized token
+ZERO_POINTS = (128, 64)  # of weights with 8 and with 7 bits
 CPU = torch.device("cpu")
-LANE = 32  # latents that share a step, and one maximum in the search
-CHUNK = 4096  # latents a product; 9 MiB of whole numbers for an image
+LANE = 32  # latents that share a scale, and of which the search compares the maximum first
+CHUNK = 4096  # latents per product; 9 MiB of int32 scores for an image of 576 patches
 
 Backend = Literal["onnxruntime", "int_mm", "torch"]
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def backend_for(device: torch.device) -> Backend | None:
-    """The fast product of a device; None, and one line that says why, where it has none."""
+    """Return the fastest backend of a device, or None, with a warning, if there is none."""
     if device.type not in ("cpu", "cuda"):
-        return _without(f"there is no exact product of 8-bit numbers for {device.type} here")
+        return _warn_unavailable(f"there is no exact int8 product for {device.type}")
     backend: Backend = "onnxruntime" if device.type == "cpu" else "int_mm"
-    found = _tried(backend, device)
-    return backend if isinstance(found, int) else _without(found)
+    result = _probe(backend, device)
+    return backend if isinstance(result, int) else _warn_unavailable(result)
 
 
-def _without(why: str) -> None:
-    """Say once why concepts are found by the plain product."""
-    if why not in _said:
-        _said.add(why)
-        warnings.warn(f"Concepts are found without the int8 screen, the same but slower: {why}.", stacklevel=2)
+def _warn_unavailable(reason: str) -> None:
+    """Warn once per reason that the int8 prefilter is not used."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(
+            f"The int8 prefilter is not available: {reason}. Results are the same, but the search is slower.",
+            stacklevel=2,
+        )
 
 
-class Product(ABC):
-    """The product with some weights, which it may keep in a form of its own.
+class Int8Product(ABC):
+    """Product of quantized tokens with fixed weights.
 
     Parameters
     ----------
     levels : Tensor of shape (C', D'), uint8
-        C' is a multiple of 32.
-    zero : int
-        What stands for 0 among them.
+        Quantized weights; C' is a multiple of 32.
+    zero_point : int
+        The level that represents 0.
     chunk : int
-        How many of them are multiplied at once.
+        Number of rows per product.
     """
 
-    def __init__(self, levels: Tensor, zero: int, chunk: int = CHUNK) -> None:
+    def __init__(self, levels: Tensor, zero_point: int, chunk: int = CHUNK) -> None:
         self.rows, self.chunk = len(levels), chunk
 
-    def take(self, tokens: Tensor) -> Tensor:
-        """Tokens of shape (n, D'), int8, in the form that :meth:`scores` wants."""
+    def prepare(self, tokens: Tensor) -> Tensor:
+        """Convert tokens of shape (n, D'), int8, to the input format of :meth:`scores`."""
         return tokens
 
     @abstractmethod
-    def scores(self, tokens: Tensor, start: int, place: Tensor) -> Tensor:
-        """Whole numbers (levels − zero) · tokens of the chunk that begins at row ``start``.
+    def scores(self, tokens: Tensor, start: int, out: Tensor) -> Tensor:
+        """Return the integers (levels − zero_point) · tokens of the chunk that begins at row ``start``.
 
-        ``place``, of shape (n, rows of the chunk), int32, may be filled. The answer has the shape (n, 32, lanes): row
-        32·j + i of the chunk is at [:, i, j].
+        ``out``, of shape (n, rows of the chunk), int32, may be used as memory. The result has shape (n, 32, lanes):
+        row 32·j + i of the chunk is at [:, i, j].
         """
 
 
-class ByTorch(Product):
-    """In floating point, which is exact for whole numbers this small; the yardstick of the others."""
+class TorchProduct(Int8Product):
+    """Product in floating point, which is exact for integers of this size; the reference for other backends."""
 
-    def __init__(self, levels: Tensor, zero: int, chunk: int = CHUNK) -> None:
-        super().__init__(levels, zero, chunk)
-        self._levels, self._zero = levels, zero
-        self._kind = torch.float32 if levels.shape[1] * zero * LARGEST < 2**24 else torch.float64
+    def __init__(self, levels: Tensor, zero_point: int, chunk: int = CHUNK) -> None:
+        super().__init__(levels, zero_point, chunk)
+        self._levels, self._zero_point = levels, zero_point
+        self._dtype = torch.float32 if levels.shape[1] * zero_point * MAX_LEVEL < 2**24 else torch.float64
 
-    def scores(self, tokens: Tensor, start: int, place: Tensor) -> Tensor:
-        """Multiply a few lanes at a time, so that there is never much in floating point."""
-        end = start + place.shape[1]
+    def scores(self, tokens: Tensor, start: int, out: Tensor) -> Tensor:
+        """Multiply a few lanes at a time, to use little floating-point memory."""
+        end = start + out.shape[1]
         pieces = self._levels[start:end].split(8 * LANE)
-        for levels, out in zip(pieces, place.split(8 * LANE, 1), strict=True):
-            out.copy_(tokens.to(self._kind) @ (levels.to(self._kind) - self._zero).T)
-        return place.unflatten(1, (-1, LANE)).transpose(1, 2)
+        for levels, target in zip(pieces, out.split(8 * LANE, 1), strict=True):
+            target.copy_(tokens.to(self._dtype) @ (levels.to(self._dtype) - self._zero_point).T)
+        return out.unflatten(1, (-1, LANE)).transpose(1, 2)
 
 
-class ByIntMM(Product):
+class IntMMProduct(Int8Product):
     """``torch._int_mm``, for CUDA."""
 
-    def __init__(self, levels: Tensor, zero: int, chunk: int = CHUNK) -> None:
-        super().__init__(levels, zero, chunk)
-        self._levels = (levels - zero).view(torch.int8)  # bytes wrap around
+    def __init__(self, levels: Tensor, zero_point: int, chunk: int = CHUNK) -> None:
+        super().__init__(levels, zero_point, chunk)
+        self._levels = (levels - zero_point).view(torch.int8)  # uint8 arithmetic wraps around
 
-    def take(self, tokens: Tensor) -> Tensor:
-        """The library wants more than 16 rows."""
+    def prepare(self, tokens: Tensor) -> Tensor:
+        """Pad the tokens: ``_int_mm`` requires more than 16 rows."""
         return torch.nn.functional.pad(tokens, (0, 0, 0, max(0, 24 - len(tokens)))).contiguous()
 
-    def scores(self, tokens: Tensor, start: int, place: Tensor) -> Tensor:
-        """Multiply by rows that stand as columns, as the library wants them."""
-        weights = self._levels[start : start + place.shape[1]].T
-        made = torch._int_mm(tokens, weights)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        return made[: len(place)].unflatten(1, (-1, LANE)).transpose(1, 2)
+    def scores(self, tokens: Tensor, start: int, out: Tensor) -> Tensor:
+        """Multiply by the transposed rows, the layout that ``_int_mm`` requires."""
+        weights = self._levels[start : start + out.shape[1]].T
+        product = torch._int_mm(tokens, weights)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        return product[: len(out)].unflatten(1, (-1, LANE)).transpose(1, 2)
 
 
-class ByOnnxruntime(Product):
-    """``MatMulInteger`` of onnxruntime, one thread: callers bring their own.
+class OnnxruntimeProduct(Int8Product):
+    """``MatMulInteger`` of onnxruntime with one thread per call; the search calls it from several threads.
 
-    The weights are constants of a model for each chunk, so they are laid out for the processor once and not in every
-    product. Tokens and answers are used where they are.
+    There is one model per chunk. Its weights are constants, so onnxruntime converts them to its internal layout once
+    instead of in every product. Inputs and outputs are bound without copies.
     """
 
-    def __init__(self, levels: Tensor, zero: int, chunk: int = CHUNK) -> None:
-        super().__init__(levels, zero, chunk)
-        # Slot by slot, so that the maximum over a lane is one over rows of neighbours.
+    def __init__(self, levels: Tensor, zero_point: int, chunk: int = CHUNK) -> None:
+        super().__init__(levels, zero_point, chunk)
+        # columns are sorted by position within the lane, so that the maximum over a lane reads contiguous memory
         parts = (part.view(-1, LANE, part.shape[1]).permute(2, 1, 0).flatten(1) for part in levels.split(chunk))
-        self._sessions = [_session((part - zero).view(torch.int8)) for part in parts]  # bytes wrap around
-        _give_back()
+        self._sessions = [_session((part - zero_point).view(torch.int8)) for part in parts]  # uint8 wraps around
+        _trim_memory()
 
-    def take(self, tokens: Tensor) -> Tensor:
-        """Tokens are the unsigned ones here, 128 for 0."""
-        return (tokens.contiguous().view(torch.uint8) + 128).contiguous()  # bytes wrap around
+    def prepare(self, tokens: Tensor) -> Tensor:
+        """Convert tokens to uint8 with zero point 128."""
+        return (tokens.contiguous().view(torch.uint8) + 128).contiguous()  # uint8 arithmetic wraps around
 
-    def scores(self, tokens: Tensor, start: int, place: Tensor) -> Tensor:
-        """Multiply on the memory that is there."""
-        import numpy as np
-
+    def scores(self, tokens: Tensor, start: int, out: Tensor) -> Tensor:
+        """Multiply, reading ``tokens`` and writing ``out`` in place."""
         session = self._sessions[start // self.chunk]
         binding = session.io_binding()
         binding.bind_input("tokens", "cpu", 0, np.uint8, tuple(tokens.shape), tokens.data_ptr())
-        binding.bind_output("scores", "cpu", 0, np.int32, tuple(place.shape), place.data_ptr())
+        binding.bind_output("scores", "cpu", 0, np.int32, tuple(out.shape), out.data_ptr())
         session.run_with_iobinding(binding)
-        return place.unflatten(1, (LANE, -1))
+        return out.unflatten(1, (LANE, -1))
 
 
-_products: dict[Backend, type[Product]] = {"onnxruntime": ByOnnxruntime, "int_mm": ByIntMM, "torch": ByTorch}
+_products: dict[Backend, type[Int8Product]] = {
+    "onnxruntime": OnnxruntimeProduct,
+    "int_mm": IntMMProduct,
+    "torch": TorchProduct,
+}
 
 
-def product_of(backend: Backend, levels: Tensor, zero: int, chunk: int = CHUNK) -> Product:
-    """The product with some weights, by the name of who multiplies."""
-    return _products[backend](levels, zero, chunk)
+def make_product(backend: Backend, levels: Tensor, zero_point: int, chunk: int = CHUNK) -> Int8Product:
+    """Create the product of a backend for the given weights; see :class:`Int8Product`."""
+    return _products[backend](levels, zero_point, chunk)
 
 
-def zero_for(backend: Backend, device: torch.device = CPU) -> int:
-    """What stands for 0 among the weights: 128 where products of 8 bits are exact, else 64."""
-    found = _tried(backend, device)
-    if not isinstance(found, int):
-        raise TorinoError(f"There is no int8 product: {found}.")
-    return found
+def zero_point_for(backend: Backend, device: torch.device = CPU) -> int:
+    """Return the zero point of the weights: 128 if products with 8 bits are exact, otherwise 64."""
+    result = _probe(backend, device)
+    if not isinstance(result, int):
+        raise TorinoError(f"There is no int8 product: {result}.")
+    return result
 
 
 @lru_cache(8)
-def _tried(backend: Backend, device: torch.device) -> int | str:
-    """What stands for 0, or why there is no product; found out once."""
+def _probe(backend: Backend, device: torch.device) -> int | str:
+    """Return the zero point of a backend, or the reason why it cannot be used."""
     try:
         with CPU:
-            return _try(backend, device)
-    except ImportError:
-        return "onnxruntime is not installed: pip install torino[fast]"
-    except Exception as error:  # whatever a library raises that does not fit the machine
-        return f"{backend} does not work here ({type(error).__name__}: {error})"
+            return _largest_exact_zero_point(backend, device)
+    except ImportError as error:
+        return f"{error.name} is not installed: pip install torino[fast]"
+    except Exception as error:  # backends raise many error types on unsupported machines
+        return f"{backend} does not work on this machine ({type(error).__name__}: {error})"
 
 
-def _try(backend: Backend, device: torch.device) -> int:
-    for zero in ZEROS:
-        # the largest numbers, of one sign and of both, where sums in 16 bits would overflow; and numbers of all sizes
-        place = torch.arange(512)
-        signs = (place[:, None] // (1 + place[:40]) % 2) * 2 - 1
-        tokens = torch.cat([LARGEST * signs, torch.full((512, 4), LARGEST), (place % 255 - LARGEST)[:, None]], 1).T
-        weights = torch.cat([(zero - 1) * signs, torch.full((512, 55), zero - 1), (place % zero)[:, None]], 1).T
-        product = product_of(backend, (weights + zero).byte().to(device), zero)
-        made = torch.empty(len(tokens), len(weights), dtype=torch.int32, device=device)
-        made = product.scores(product.take(tokens.char().to(device)), 0, made).transpose(1, 2).flatten(1)
-        if torch.equal(made.long().cpu(), tokens @ weights.T):
-            return zero
-    raise ArithmeticError("its products of 8-bit numbers are not exact")
+def _largest_exact_zero_point(backend: Backend, device: torch.device) -> int:
+    for zero_point in ZERO_POINTS:
+        # the largest values, of equal and of mixed signs, where 16-bit sums would overflow; and values of all sizes
+        index = torch.arange(512)
+        signs = (index[:, None] // (1 + index[:40]) % 2) * 2 - 1
+        largest = zero_point - 1
+        tokens = torch.cat(
+            [MAX_LEVEL * signs, torch.full((512, 4), MAX_LEVEL), (index % 255 - MAX_LEVEL)[:, None]], 1
+        ).T
+        weights = torch.cat([largest * signs, torch.full((512, 55), largest), (index % zero_point)[:, None]], 1).T
+        product = make_product(backend, (weights + zero_point).byte().to(device), zero_point)
+        out = torch.empty(len(tokens), len(weights), dtype=torch.int32, device=device)
+        scores = product.scores(product.prepare(tokens.char().to(device)), 0, out).transpose(1, 2).flatten(1)
+        if torch.equal(scores.long().cpu(), tokens @ weights.T):
+            return zero_point
+    raise ArithmeticError("its products of 8-bit integers are not exact")
 
 
-# ---------------------------------------------------------------------- the model, one node of it
+# ---------------------------------------------------------------------- onnxruntime
 
 
 def _session(weights: Tensor) -> Any:
-    """A session that multiplies by weights of shape (D', c), int8."""
+    """Create a session that multiplies by weights of shape (D', c), int8."""
     import onnxruntime
 
-    with suppress(AttributeError):  # not all versions have it
+    with suppress(AttributeError):  # not available in all versions
         onnxruntime.disable_telemetry_events()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
     options.log_severity_level = 3
-    session: Any = onnxruntime.InferenceSession(_model(weights), options, providers=["CPUExecutionProvider"])
-    session._model_bytes = None  # kept to make the session anew after a failure, and as large as the weights
+    session: Any = onnxruntime.InferenceSession(_build_model(weights), options, providers=["CPUExecutionProvider"])
+    session._model_bytes = None  # a copy of the weights, kept to recreate the session after a failure
     return session
 
 
-def _give_back() -> None:
-    """Return memory to the system: what lay between the weights in the making is two to three times their size."""
-    with suppress(OSError, AttributeError):  # glibc has it; elsewhere it is not needed, or not to be had
-        ctypes.CDLL(None).malloc_trim(0)
+def _build_model(weights: Tensor) -> bytes:
+    """Return a serialized ONNX model of one ``MatMulInteger`` with constant weights."""
+    from onnx import TensorProto, helper, numpy_helper
 
-
-def _model(weights: Tensor) -> bytes:
-    """A model of one ``MatMulInteger``, in the wire format of ONNX: saves the package that would write it."""
-
-    def value(name: str, kind: int, *sizes: str) -> bytes:
-        shape = b"".join(_field(1, _field(2, size)) for size in sizes)
-        return _field(1, name) + _field(2, _field(1, _field(1, kind) + _field(2, shape)))
-
-    uint8, int8, int32 = 2, 3, 6
-    names = b"".join(_field(1, name) for name in ("tokens", "weights", "zero"))
-    content = weights.contiguous().view(-1).numpy().data
-    tensor = b"".join(_field(1, size) for size in weights.shape) + _field(2, int8) + _field(8, "weights")
-    tensor += _head(9, len(content))
-    rest = (
-        _field(1, names + _field(2, "scores") + _field(4, "MatMulInteger"))
-        + _field(2, "screen")
-        + _field(5, _field(2, uint8) + _field(8, "zero") + _field(9, bytes([128])))
-        + _field(11, value("tokens", uint8, "n", "d"))
-        + _field(12, value("scores", int32, "n", "c"))
+    graph = helper.make_graph(
+        nodes=[helper.make_node("MatMulInteger", ["tokens", "weights", "zero_point"], ["scores"])],
+        name="prefilter",
+        inputs=[helper.make_tensor_value_info("tokens", TensorProto.UINT8, ["n", "d"])],
+        outputs=[helper.make_tensor_value_info("scores", TensorProto.INT32, ["n", "c"])],
+        initializer=[
+            numpy_helper.from_array(weights.contiguous().numpy(), "weights"),
+            helper.make_tensor("zero_point", TensorProto.UINT8, [], [128]),
+        ],
     )
-    tensor = _head(5, len(tensor) + len(content)) + tensor
-    graph = _head(7, len(rest) + len(tensor) + len(content))
-    # IR version, graph and operator set; the weights, which are large, are copied once
-    return b"".join([_field(1, 8), graph, rest, tensor, content, _field(8, _field(2, 13))])
+    model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 13)])
+    return model.SerializeToString()
 
 
-def _field(number: int, value: int | str | bytes) -> bytes:
-    """One field of a protocol buffer: a whole number, or bytes with their length."""
-    if isinstance(value, int):
-        return _varint(number << 3) + _varint(value)
-    data = value.encode() if isinstance(value, str) else value
-    return _head(number, len(data)) + data
-
-
-def _head(number: int, length: int) -> bytes:
-    """What stands before bytes of that length."""
-    return _varint(number << 3 | 2) + _varint(length)
-
-
-def _varint(value: int) -> bytes:
-    """A whole number, seven bits a byte.
-
-    Examples
-    --------
-    >>> _varint(300).hex()
-    'ac02'
-    """
-    low, high = value & 127, value >> 7
-    return bytes([low | 128]) + _varint(high) if high else bytes([low])
+def _trim_memory() -> None:
+    """Return free memory to the operating system: building the sessions needs several copies of the weights."""
+    with suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,29 +1,41 @@
-"""Figures: what runs found, as a paper prints it. Needs matplotlib (``pip install "torino[plot]"``).
+"""Figures of runs, in the style of a paper. Needs matplotlib (``pip install "torino[plot]"``).
 
-Charts are made of result files alone: :func:`distribution`, :func:`pareto` and :func:`accuracy` of the document that
-:mod:`torino.evaluation.reporting.summary` keeps in ``scores.json``, :func:`latency` of the files of ``torino bench``.
-:func:`qualitative` and :func:`teaser` need photos and Reductions.
+Charts are drawn from result files: :func:`plot_distribution`, :func:`plot_pareto` and :func:`plot_accuracy` from the
+summary in ``scores.json`` (see :mod:`torino.evaluation.reporting.summary`), :func:`plot_latency` from the files of
+``torino bench``. :func:`plot_qualitative` and :func:`plot_teaser` need images and reductions.
 """
 
-from torino.evaluation.reporting.figures.charts import accuracy, distribution, latency, pareto, read_bench
-from torino.evaluation.reporting.figures.pictures import Example, Shown, qualitative, read_examples, teaser
-from torino.evaluation.reporting.figures.points import Point, paper_points, points_of
-from torino.evaluation.reporting.figures.style import save_figure, svg_text
+from torino.evaluation.reporting.figures.charts import (
+    plot_accuracy,
+    plot_distribution,
+    plot_latency,
+    plot_pareto,
+    read_bench,
+)
+from torino.evaluation.reporting.figures.pictures import (
+    FigureExample,
+    Panel,
+    plot_qualitative,
+    plot_teaser,
+    read_examples,
+)
+from torino.evaluation.reporting.figures.points import Point, collect_points, paper_points
+from torino.evaluation.reporting.figures.style import save_figure, to_svg
 
 __all__ = [
-    "Example",
+    "FigureExample",
+    "Panel",
     "Point",
-    "Shown",
-    "accuracy",
-    "distribution",
-    "latency",
+    "collect_points",
     "paper_points",
-    "pareto",
-    "points_of",
-    "qualitative",
+    "plot_accuracy",
+    "plot_distribution",
+    "plot_latency",
+    "plot_pareto",
+    "plot_qualitative",
+    "plot_teaser",
     "read_bench",
     "read_examples",
     "save_figure",
-    "svg_text",
-    "teaser",
+    "to_svg",
 ]

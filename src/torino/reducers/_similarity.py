@@ -1,0 +1,66 @@
+"""Cosine similarities with reproducible ties, shared by the reducers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TINY = torch.finfo(torch.float64).tiny
+SYMMETRIC_ROWS = 400  # from this many rows, computing three quarters of a symmetric product is faster than all of it
+
+
+def unit_vectors(vectors: Tensor) -> Tensor:
+    """Return the rows scaled to unit length, in float64. Rows of length zero stay zero."""
+    wide = vectors.detach().double()
+    return wide / wide.norm(dim=1, keepdim=True).clamp(min=TINY)
+
+
+def cross_cosines(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the cosine of every row with every column, (R, d) and (C, d) to (R, C) float32.
+
+    A vector of length zero has cosine 0 with all others.
+    """
+    return round_cosines(unit_vectors(rows) @ unit_vectors(columns).T).float()
+
+
+def round_cosines(cosine: Tensor) -> Tensor:
+    """Round float64 cosines to multiples of 2^-44, in place, so that ties are the same on every processor.
+
+    A matrix product sums the entries of equal rows in an order that depends on their position and on the machine.
+    Without rounding, the cosines of copies differ by a few 2^-53, and an exact 0 may come out as 1e-17.
+    """
+    return cosine.mul_(2.0**44).round_().div_(2.0**44)
+
+
+def pairwise_cosines(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the cosine of every pair of rows, (N, D) to (N, N). A row of length zero has cosine 0 with all others.
+
+    Identical rows have cosine exactly 1 in float64. In float32 this holds on processors whose products have the same
+    rounding error for every row position.
+    """
+    wide = x.detach().to(dtype)
+    if x.dtype == torch.float64 or dtype != torch.float64:  # squares could overflow; float32 inputs cannot in float64
+        largest = torch.maximum(wide.amax(1, keepdim=True), -wide.amin(1, keepdim=True))
+        wide = wide / largest.clamp_(min=torch.finfo(dtype).tiny)
+    # quarters of a float32 product may round differently from the full product, which would change selections
+    gram = gram_matrix(wide) if dtype == torch.float64 else wide @ wide.T
+    square = gram.diagonal()
+    square = square.where(square > 0, 1)
+    cosine = gram.div_(torch.outer(square, square).sqrt_()).clamp_(-1, 1)
+    return round_cosines(cosine) if dtype == torch.float64 else cosine
+
+
+def gram_matrix(x: Tensor) -> Tensor:
+    """Return the inner products of all pairs of rows, (N, D) to (N, N).
+
+    The matrix is symmetric. For many rows one of its four quarters is copied. The other three products have the same
+    shape (with an odd number of rows both halves include the middle row), so they sum in nearly the same order.
+    """
+    n, half = len(x), (len(x) + 1) // 2
+    if n < SYMMETRIC_ROWS:
+        return x @ x.T
+    gram, top, bottom = x.new_empty(n, n), slice(0, half), slice(n - half, n)
+    for rows, columns in ((top, top), (bottom, bottom), (top, bottom)):
+        torch.mm(x[rows], x[columns].T, out=gram[rows, columns])
+    gram[bottom, top] = gram[top, bottom].T
+    return gram

@@ -1,0 +1,88 @@
+"""Write questions and conversations the way a model was trained to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torino.core.errors import BadParameter, TorinoError
+
+Turn = Mapping[str, Any]
+"""A turn of a conversation: ``role``, and ``content``, a list of parts ``{"type": "text", "text": …}`` and
+``{"type": "image", "image": …}``."""
+
+# Prompts of families whose processors may lack a chat template.
+TEMPLATES = {"llava": "USER: {images}{question} ASSISTANT:", "paligemma": "{images}{question}"}
+
+
+def image_marker(processor: Any) -> str:
+    """Return the text that marks the place of an image."""
+    return str(getattr(processor, "image_token", None) or "<image>")
+
+
+def user_turn(images: Sequence[Any], question: str) -> Turn:
+    """Return the turn of a user who shows images and then asks a question."""
+    shown = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*shown, {"type": "text", "text": question}]}
+
+
+def check_question(question: str, processor: Any) -> None:
+    """Refuse an empty question, and one that contains the image marker."""
+    marker = image_marker(processor)
+    if not question.strip():
+        raise BadParameter("The question is empty. Ask something, such as 'What is in this image?'.")
+    if marker in question:
+        raise BadParameter(f"The question contains {marker!r}, which marks an image. Remove it; images are added.")
+
+
+def turn_images(conversation: Sequence[Turn]) -> list[Any]:
+    """Return the images of a conversation, in order."""
+    return [part["image"] for turn in conversation for part in turn["content"] if part["type"] == "image"]
+
+
+def last_question(conversation: Sequence[Turn]) -> str:
+    """Return the text of the user's last turn."""
+    last = [turn for turn in conversation if turn["role"] == "user"][-1:]
+    return " ".join(str(part["text"]) for turn in last for part in turn["content"] if part["type"] == "text")
+
+
+def write_prompt(conversation: Sequence[Turn], processor: Any, family: str) -> str:
+    """Write a conversation with the model's chat template, with one marker for each image.
+
+    Raises
+    ------
+    TorinoError
+        If the model has no chat template and none is known for its family, or if its template fails.
+    """
+    marker = image_marker(processor)
+    turns: list[dict[str, Any]] = [
+        {"role": str(turn["role"]), "content": [_part(part, marker) for part in turn["content"]]}
+        for turn in conversation
+    ]
+    template = getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None)
+    if template is not None:
+        try:
+            return processor.apply_chat_template(turns, chat_template=template, add_generation_prompt=True)
+        except Exception as error:  # a template is a program and may raise anything
+            raise TorinoError(f"The chat template of this {family} model failed: {error}") from error
+    if family not in TEMPLATES or len(turns) > 1:
+        what = "a conversation" if len(turns) > 1 else "a question"
+        raise TorinoError(
+            f"The processor of this {family} model has no chat template, so torino does not know how to write {what}. "
+            "Set processor.chat_template, or download chat_template.jinja beside the weights."
+        )
+    parts = turns[0]["content"]
+    line_end = "\n" if family == "llava" else ""
+    images = f"{marker}{line_end}" * sum(part["type"] == "image" for part in parts)
+    question = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    return TEMPLATES[family].format(images=images, question=question)
+
+
+def _part(part: Mapping[str, Any], marker: str) -> dict[str, Any]:
+    if part["type"] == "text":
+        text = str(part["text"])
+        # A marker inside the text would stand for an image that is not given.
+        return {"type": "text", "text": text.replace(marker, "").strip() if marker in text else text}
+    if part["type"] != "image":
+        raise TorinoError(f"The conversation contains a {part['type']}; torino reduces images only.")
+    return {"type": "image"}

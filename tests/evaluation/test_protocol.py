@@ -1,0 +1,131 @@
+"""Settings of methods with options in brackets."""
+
+from __future__ import annotations
+
+import pytest
+
+from torino import RawEmbedding
+from torino.core.errors import BadParameter
+from torino.evaluation.protocol import (
+    FULL,
+    Setting,
+    default_methods,
+    dynamic_settings,
+    fixed_settings,
+    matched_settings,
+    own_settings,
+    split_specs,
+)
+from torino.evaluation.reporting.summary import display_name
+from torino.evaluation.runner import RunPlan
+
+SPEC = 'divprune(space="projected")'
+
+
+def find(settings: list[Setting], method: str) -> list[Setting]:
+    return [setting for setting in settings if setting.method == method]
+
+
+def test_spec_runs_at_the_budget_of_each_tier() -> None:
+    settings = fixed_settings(["divprune", SPEC], [192, 64], ["s"], 3)
+    assert [(item.tier, item.budget, item.spec) for item in settings] == [
+        ("192", 192, "divprune(budget=192)"),
+        ("192", 192, "divprune(space='projected', budget=192)"),
+        ("64", 64, "divprune(budget=64)"),
+        ("64", 64, "divprune(space='projected', budget=64)"),
+    ]
+    assert settings[1].label == "DivPrune(space='projected')"
+    assert settings[1].id == "divprune(space='projected')@192"
+    assert len({item.id for item in settings}) == len({display_name(item) + item.tier for item in settings}) == 4
+    for item in settings:
+        reducer = item.reducer({})
+        assert reducer is not None
+        assert reducer.budget == item.budget
+        assert reducer.space == ("projected" if "space" in item.spec else type(reducer).space)
+
+
+def test_plan_runs_specs_in_all_tiers() -> None:
+    plan = RunPlan(["torino-p", "divprune"], [SPEC], dynamic=[(2, 2)], fixed=[192, 64], seeds=1)
+    first = plan.first(["s"])
+    assert [item.budget for item in find(first, "divprune")] == [192, 192, 64, 64]
+    assert not [item for item in first if item.tier == "own"]
+    references = {item.tier: item for item in first if item.reference}
+    methods = [*plan.methods, *split_specs(plan.specs)[0]]
+    second = matched_settings(methods, {"2,2": 150}, references, ["s"], 1)
+    assert [item.spec for item in find(second, "divprune")] == [
+        "divprune(budget=150)",
+        "divprune(space='projected', budget=150)",
+    ]
+    assert find(second, "divprune")[1].id == "divprune(space='projected')@2,2"
+
+
+def test_spec_with_a_budget_runs_as_written() -> None:
+    plan = RunPlan(["random"], ["divprune(space='projected', budget=9)", "prumerge(budget=None)"], (), [192, 64], 1)
+    settings = plan.first(["s"])
+    (divprune,) = find(settings, "divprune")
+    assert (divprune.budget, divprune.tier) == (9, "9")
+    (prumerge,) = find(settings, "prumerge")
+    assert (prumerge.budget, prumerge.tier, prumerge.dynamic) == (None, "own", True)
+    with pytest.raises(BadParameter, match="already has a budget"):
+        fixed_settings(["tome(budget=3)"], [64], [], 1)
+
+
+def test_torino_spec_runs_dynamically_and_at_the_budgets() -> None:
+    plan = RunPlan(["torino-m"], ["torino-m(k=4, delta=3)"], [(2, 2)], [64], 1)
+    settings = plan.first(["s"])
+    assert [(item.spec, item.dynamic) for item in find(settings, "torino-m")] == [
+        ("torino-m(k=2, delta=2)", True),
+        ("torino-m(k=2, delta=2, budget=64)", False),
+        ("torino-m(k=4, delta=3, budget=64)", False),
+        ("torino-m(k=4, delta=3)", True),
+    ]
+    references = {item.tier: item for item in settings if item.reference}
+    (matched,) = matched_settings(["torino-m(k=4, delta=3)"], {"2,2": 99}, references, ["s"], 1)
+    assert matched.spec == "torino-m(k=4, delta=3, budget=99)"
+    assert display_name(matched) == "TORINO_FB-M(k=4, delta=3)"
+    (other,) = matched_settings(["torino-m(order='native')"], {"2,2": 99}, references, ["s"], 1)
+    assert other.spec == "torino-m(k=2, delta=2, order='native', budget=99)"
+    names = [display_name(item) for item in find(settings, "torino-m")]
+    assert names == ["TORINO-M", "TORINO_FB-M", "TORINO_FB-M(k=4, delta=3)", "torino-m(k=4, delta=3)"]
+
+
+def test_seeds_of_random_specs() -> None:
+    settings = fixed_settings(["random(order='native')", "random(seed=7)"], [5], [], 2)
+    assert [(item.spec, item.seed) for item in settings] == [
+        ("random(order='native', budget=5, seed=0)", 0),
+        ("random(order='native', budget=5, seed=1)", 1),
+        ("random(seed=7, budget=5)", 7),
+    ]
+    assert len({item.id for item in settings}) == 3
+
+
+def test_specs_with_several_saes() -> None:
+    settings = fixed_settings(["torino-x(mode='prune')"], [5], ["a", "b"], 1)
+    assert [item.id for item in settings] == [
+        "torino-x(mode='prune')@5[a]",
+        "torino-x(mode='prune')@5[b]",
+    ]
+    for item in settings:
+        assert item.reducer({"a": RawEmbedding(), "b": RawEmbedding()}) is not None
+
+
+def test_spec_without_a_tier_is_refused() -> None:
+    plan = RunPlan(["torino-p"], [SPEC], dynamic=[(2, 2)], fixed=[], matched=False)
+    with pytest.raises(BadParameter, match=r"divprune.* has no tier to run in"):
+        plan.first(["s"])
+    RunPlan(["torino-p"], ["torino-m(k=4, delta=3)"], dynamic=[(2, 2)], fixed=[], matched=False).first(["s"])
+
+
+def test_invalid_options_are_refused() -> None:
+    with pytest.raises(BadParameter, match="divprune has no parameter 'spice'"):
+        fixed_settings(["divprune(spice=1)"], [64], [], 1)
+
+
+def test_settings_survive_json() -> None:
+    settings = [FULL, *dynamic_settings(["torino-p", "torino-m"], ["s"]), *own_settings(["tome(budget=3)"], [])]
+    assert [Setting.from_dict(item.to_dict() | {"later": 1}) for item in settings] == settings
+
+
+def test_default_methods() -> None:
+    assert "cdpruner" not in default_methods()
+    assert set(default_methods(text_query=True)) > set(default_methods())

@@ -1,0 +1,71 @@
+"""Crash-safe JSONL."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torino.core.errors import BadFile
+from torino.evaluation.records import AnswerLog, read_records
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from torino.evaluation.records import AnswerLog
+log = AnswerLog(Path(sys.argv[1]))
+log.add([{"n": 1}])
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_lock_is_exclusive_and_released_when_a_process_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "answers" / "1of1.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "ready"
+        with pytest.raises(BadFile, match="Another process is writing"):
+            AnswerLog(path)
+        assert [row["n"] for row in read_records([path])] == [1]  # others can read
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    log = AnswerLog(path)
+    log.add([{"n": 2}])
+    log.close()
+    assert [row["n"] for row in read_records([path])] == [1, 2]
+    assert [file.name for file in path.parent.glob("*.jsonl")] == [path.name]
+
+
+def test_incomplete_last_line_is_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n": ' + b"2" * 100_000)
+    assert [row["n"] for row in read_records([path])] == [1]
+    log = AnswerLog(path)
+    log.add([{"n": 3}, {"n": 4}])
+    log.close()
+    assert [row["n"] for row in read_records([path])] == [1, 3, 4]
+
+
+def test_other_bad_lines_raise(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n\n{"n": 2}\n')
+    with pytest.raises(BadFile, match=r"a\.jsonl, line 2 is not valid JSON .*asked again"):
+        list(read_records([path]))
+    path.write_bytes(b"[1]\n")
+    with pytest.raises(BadFile, match="line 1 is not a JSON object"):
+        list(read_records([path]))
+    with pytest.raises(BadFile, match="Cannot read"):
+        list(read_records([tmp_path / "none.jsonl"]))
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadFile, match=r"Cannot write .*Choose a writable folder"):
+        AnswerLog(tmp_path / "file" / "a.jsonl")

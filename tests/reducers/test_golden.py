@@ -1,0 +1,134 @@
+"""Golden plans of all reducers, to detect unintended changes.
+
+Record them again after an intended change::
+
+    python tests/reducers/test_golden.py --record
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from torino import SAE, Reduction, VisualTokens, list_reducers, make
+from torino.core.concepts import RawEmbedding
+from torino.core.errors import UnmetBudget
+from torino.datasets.bundled import example_sae, example_tokens
+from torino.reducers import Reducer, as_in_tower, get
+from torino.testing import sample_tokens, simulate_tower
+
+FILE = Path(__file__).with_name("golden_plans.safetensors")
+WIDTH = 16
+BUDGETS = (5, 16)
+EXAMPLE_BUDGET = 64
+# Settings besides the budgets, on the images of sample_tokens.
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "cdpruner": [{"relevance": "none"}, {"theta": 0.5, "negate": False}, {"space": "projected"}],
+    "divprune": [{"space": "projected"}, {"order": "native"}],
+    "fastervlm": [{"order": "native"}],
+    "folder": [{"metric": "keys", "class_token": True}, {"log_size_scale": "always"}],
+    "folder-full": [{"alpha": 0.5, "order": "native"}],
+    "gtp": [{"graph": "semantic", "neighbors": 3, "hops": 3}, {"select": "cosine"}],
+    "gtp-tower": [{"graph": "spatial", "alpha": 0.3}, {"proportional": False, "order": "native"}],
+    "hiprune": [{"alpha": 1.0}, {"alpha": 1.0, "fidelity": "paper"}],
+    "hired": [{"order": "native"}],
+    "prumerge": [{"budget": None}, {"budget": None, "extra_token": False, "neighbors": 3}],
+    "prumerge-plus": [{"budget": None}, {"order": "native"}],
+    "prunesid": [{"fidelity": "paper"}, {"decomposition": "randomized", "budget": 16}],
+    "random": [{"seed": 1, "order": "native"}],
+    "scope": [{"alpha": 0.0}, {"order": "native"}],
+    "scts": [{"coverage": "binary"}, {"m": 4, "order": "native"}],
+    "tome": [{"steps": None, "step_order": "raster"}, {"class_token": False}],
+    "tome-tower": [{"schedule": "decreasing"}, {"proportional": False, "order": "native"}],
+    "torino-m": [{"budget": None, "k": 3, "delta": 2}, {"scale": "sqrt"}, {"budget": None, "silent": "keep"}],
+    "torino-p": [
+        {"budget": None, "k": 3, "delta": 2},
+        {"rank": "pre-threshold"},
+        {"budget": None, "silent": "literal"},
+    ],
+    "torino-x": [{"budget": None}, {"mode": "prune"}, {"locality": None}, {"concepts": 3, "order": "native"}],
+    "visionzip": [{"fidelity": "paper"}, {"contextual": 1, "order": "native"}],
+    "vispruner": [{"important_ratio": 0.0}, {"order": "native"}],
+}
+
+
+def small_sae() -> SAE:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, WIDTH, generator=generator)
+    b_enc, b_dec = 0.1 * torch.randn(48, generator=generator), 0.1 * torch.randn(WIDTH, generator=generator)
+    return SAE(weight, b_enc, b_dec=b_dec, kind="matryoshka", threshold=3.0, groups=(12, 36), k=4)
+
+
+def build(name: str, sae: SAE | RawEmbedding, parameters: dict[str, Any]) -> Reducer:
+    return make(name, **({"sae": sae} if "sae" in get(name).__dataclass_fields__ else {}), **parameters)  # type: ignore[attr-defined]
+
+
+def plan(reducer: Reducer, image: VisualTokens) -> Reduction:
+    in_tower = as_in_tower(reducer)
+    return reducer.plan(image) if in_tower is None else simulate_tower(in_tower, image)[1]
+
+
+def cases(name: str) -> Iterator[tuple[str, Reducer, list[VisualTokens]]]:
+    """Yield the key, the reducer and the images of each case."""
+    for parameters in [*({"budget": budget} for budget in BUDGETS), *SETTINGS[name]]:
+        parameters = {"budget": BUDGETS[0], **parameters}
+        reducer = build(name, small_sae(), parameters)
+        key = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
+        yield f"{name}({key})", reducer, sample_tokens(WIDTH, needs=reducer.needs)
+    if not get(name).needs:  # the bundled example has no signals
+        yield f"{name} on the example", build(name, example_sae(), {"budget": EXAMPLE_BUDGET}), example_tokens()
+
+
+def compute(name: str) -> dict[str, Tensor]:
+    """Return the plans of all cases of a reducer, concatenated over images.
+
+    ``lengths`` holds the number of tokens of each image, -1 for an image that is too small for the budget; ``counts``
+    the number of patches of each token, the differences of the offsets.
+    """
+    tensors: dict[str, Tensor] = {}
+    for key, reducer, images in cases(name):
+        plans, lengths = list[Reduction](), list[int]()
+        for image in images:
+            try:
+                plans.append(plan(reducer, image))
+                lengths.append(len(plans[-1]))
+            except UnmetBudget:
+                lengths.append(-1)
+        fields = {
+            "lengths": torch.tensor(lengths),
+            "sources": torch.cat([result.sources for result in plans]),
+            "counts": torch.cat([result.offsets.diff() for result in plans]),
+            "anchor": torch.cat([result.anchor for result in plans]),
+        }
+        tensors |= {f"{key}/{field}": value.to(torch.int16) for field, value in fields.items()}
+        tensors[f"{key}/weights"] = torch.cat([result.weights for result in plans])
+    return tensors
+
+
+@pytest.mark.parametrize("name", list_reducers())
+def test_golden(name: str) -> None:
+    golden = load_file(FILE)
+    expected = {key: value for key, value in golden.items() if key.startswith((f"{name}(", f"{name} "))}
+    tensors = compute(name)
+    assert tensors.keys() == expected.keys()
+    for key, value in tensors.items():
+        if key.endswith("/weights"):  # rounding differs between processors
+            assert torch.allclose(value, expected[key], rtol=1e-5, atol=1e-7), key
+        else:
+            assert torch.equal(value, expected[key]), key
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--record"]:
+        sys.exit(f"Usage: python {sys.argv[0]} --record")
+    torch.set_num_threads(1)
+    tensors = {key: value for name in list_reducers() for key, value in compute(name).items()}
+    save_file(tensors, FILE)
+    print(f"Recorded {len(tensors)} tensors in {FILE} ({FILE.stat().st_size / 1000:.0f} kB).")  # noqa: T201
