@@ -39,11 +39,11 @@ types: $(STAMP) ## Check the types, strictly
 
 check: lint types test ## Everything that must pass before a commit
 
-bench: $(STAMP) ## Measure the core, all methods and prefill; rewrites docs/performance.md (8 GB, some 15 minutes)
-	$(BIN)/python benchmarks/core.py --only core --write docs/performance.md
-	$(BIN)/python benchmarks/core.py --only prefilter --write docs/fast.md
-	$(BIN)/python benchmarks/methods.py --latents 4096 --write docs/performance.md
-	$(BIN)/python benchmarks/prefill.py --write docs/performance.md
+bench: $(STAMP) ## Measure the core, all methods and prefill; rewrites research/reports/performance.md (8 GB, some 15 minutes)
+	$(BIN)/python benchmarks/core.py --only core --write research/reports/performance.md
+	$(BIN)/python benchmarks/core.py --only prefilter --write research/reports/fast.md
+	$(BIN)/python benchmarks/methods.py --latents 4096 --write research/reports/performance.md
+	$(BIN)/python benchmarks/prefill.py --write research/reports/performance.md
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -1,7 +1,7 @@
 """What ``torino-x`` costs beside ``torino-m``, tokens to reduced tokens, plain and with the int8 prefilter.
 
 python benchmarks/beyond.py                                        # prints the table
-python benchmarks/beyond.py --tokens rows/*.npy --write docs/beyond.md
+python benchmarks/beyond.py --tokens rows/*.npy --write research/reports/beyond.md
 python benchmarks/beyond.py --quick                                # small sizes, a few seconds
 """
 

@@ -5,8 +5,8 @@ union-find; (b) a lone float32 matrix product of that size, the floor; (c) torin
 the int8 prefilter beside the same floor.
 
     python benchmarks/core.py                                # prints the tables
-    python benchmarks/core.py --write docs/performance.md    # and writes them into the page
-    python benchmarks/core.py --only prefilter --write docs/fast.md
+    python benchmarks/core.py --write research/reports/performance.md    # and writes them into the page
+    python benchmarks/core.py --only prefilter --write research/reports/fast.md
     python benchmarks/core.py --only prefilter --tokens rows/*.npy --sae ./my-sae   # other tokens, (photos, N, D) each
     python benchmarks/core.py --quick                        # small sizes, a few seconds
 """

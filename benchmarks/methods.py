@@ -6,7 +6,7 @@ there already, as they are when the encoder has run. Then PruMerge, PruneSID and
 carried out step by step, each step in tensors, as their releases do.
 
     python benchmarks/methods.py                                # prints the tables
-    python benchmarks/methods.py --write docs/performance.md    # and writes them into the page
+    python benchmarks/methods.py --write research/reports/performance.md    # and writes them into the page
     python benchmarks/methods.py --quick                        # small sizes, a few seconds
 """
 

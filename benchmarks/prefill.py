@@ -5,7 +5,7 @@ one run, in turn: the stock tower and the one stopped at the tap, the reducer, t
 whole way to the first token, at 576, 217, 129 and 47 visual tokens.
 
     python benchmarks/prefill.py                               # prints the tables
-    python benchmarks/prefill.py --write docs/performance.md   # and writes them into the page
+    python benchmarks/prefill.py --write research/reports/performance.md   # and writes them into the page
     python benchmarks/prefill.py --quick                       # a small model, to see that it runs
 """
 

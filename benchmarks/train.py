@@ -7,7 +7,7 @@ of rows that none of them saw. Memory is that of one trainer alone, in a process
 
     python benchmarks/train.py                                   # prints the tables; some 15 minutes
     python benchmarks/train.py --rows tokens/*.npy               # on real tokens, (…, D) arrays in numpy files
-    python benchmarks/train.py --write docs/performance.md       # and writes them into the page
+    python benchmarks/train.py --write research/reports/performance.md       # and writes them into the page
     python benchmarks/train.py --quick                           # small sizes, a few seconds
 
 Rivals are installed as benchmarks/requirements-train.txt says; one that is not there is left out.

@@ -120,7 +120,9 @@ def test_calibrate() -> None:
 
 def test_calibrate_the_cover() -> None:
     said = " ".join(torino("calibrate", "--method", "torino-x", "--target", "100").split())
-    assert re.search(r"torino-x\(min_gain=0\.\d+, locality=0\.2, proportional=True\), 100\.0 tokens on average over 4 images", said)
+    assert re.search(
+        r"torino-x\(min_gain=0\.\d+, locality=0\.2, proportional=True\), 100\.0 tokens on average over 4 images", said
+    )
     given = "torino-x(concepts=2, mode='prune', budget=9)"
     said = " ".join(torino("calibrate", "--method", given, "--target", "100").split())
     (spec, mean) = re.findall(r"Nearest to 100: (torino-x\(.*?\)), ([\d.]+) tokens", said)[0]

@@ -178,10 +178,10 @@ def test_script_converts_latex_tables(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_benchmarks_without_a_score_are_left_out() -> None:
-    found = relative_score({"GQA": 30.0, "MMVet": math.nan, "MME": 900.0}, {"GQA": 60.0, "MMVet": 31.0, "POPE": 80.0})
-    assert found.value == 50
-    assert found.ratios == {"GQA": 50}
-    assert set(found.left_out) == {"MMVet", "POPE", "MME"}
+    result = relative_score({"GQA": 30.0, "MMVet": math.nan, "MME": 900.0}, {"GQA": 60.0, "MMVet": 31.0, "POPE": 80.0})
+    assert result.value == 50
+    assert result.ratios == {"GQA": 50}
+    assert set(result.left_out) == {"MMVet", "POPE", "MME"}
     with pytest.raises(BadParameter, match="No benchmark has a score both"):
         relative_score({"GQA": 30.0}, {"POPE": 80.0})
     with pytest.raises(BadParameter, match="baseline of GQA is 0"):

@@ -25,8 +25,8 @@ def task(kind: Any, *samples: Sample, name: str = "GQA") -> Task:
     return Task(name, kind, samples, Path("none.tsv"), "0", BENCHMARKS.get(name, CUSTOM))
 
 
-def scored(of: Task, **said: Any) -> Score:
-    return of.score([{"index": index.lstrip("i"), "prediction": text} for index, text in said.items()])
+def scored(of: Task, **predictions: Any) -> Score:
+    return of.score([{"index": index.lstrip("i"), "prediction": text} for index, text in predictions.items()])
 
 
 # --- what was meant ------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def circular_task() -> Task:
 
 def test_circular_evaluation_needs_every_rotation() -> None:
     of = circular_task()
-    right = {one.index: one.answers[0] for one in of}
+    right = {item.index: item.answers[0] for item in of}
     rows = [{"index": index, "prediction": letter} for index, letter in right.items()]
     assert of.score(rows).value == 100
     rows[1]["prediction"] = "A"
@@ -303,9 +303,14 @@ def test_mme() -> None:
         *pair("code_reasoning", "d"),
         name="MME",
     )
-    said = {"existenceaYes": "Yes", "existenceaNo": "no.", "existencebYes": "Yes", "existencebNo": "yes"}
-    said |= {"OCRcYes": "I cannot tell", "OCRcNo": "No", "code_reasoningdYes": "Yes, it is", "code_reasoningdNo": "No"}
-    score = of.score([{"index": index, "prediction": text} for index, text in said.items()])
+    predictions = {"existenceaYes": "Yes", "existenceaNo": "no.", "existencebYes": "Yes", "existencebNo": "yes"}
+    predictions |= {
+        "OCRcYes": "I cannot tell",
+        "OCRcNo": "No",
+        "code_reasoningdYes": "Yes, it is",
+        "code_reasoningdNo": "No",
+    }
+    score = of.score([{"index": index, "prediction": text} for index, text in predictions.items()])
     assert score.value == pytest.approx(125 + 50 + 200)
     assert score.parts["perception"] == pytest.approx(175)
     assert score.parts["cognition"] == pytest.approx(200)
@@ -390,7 +395,7 @@ def test_counts() -> None:
 
 def test_partial_scores_leave_out_incomplete_groups() -> None:
     of = circular_task()
-    rows = [{"index": one.index, "prediction": one.answers[0]} for one in of.samples[1:]]
+    rows = [{"index": item.index, "prediction": item.answers[0]} for item in of.samples[1:]]
     assert of.score(rows).value == 50
     assert of.score(rows, partial=True).stats.units == ("7",)
 

@@ -49,11 +49,11 @@ def answers(seed: int, count: int, share: float) -> np.ndarray:
 
 def test_interval_of_an_accuracy_agrees_with_the_binomial() -> None:
     right = np.repeat([1.0, 0.0], [700, 300])
-    found = score_interval(accuracy(right), draws=40_000)
-    assert found.value == pytest.approx(70)
+    result = score_interval(accuracy(right), draws=40_000)
+    assert result.value == pytest.approx(70)
     spread = 100 * math.sqrt(0.7 * 0.3 / 1000)
-    assert found.low == pytest.approx(70 - 1.96 * spread, abs=0.12)
-    assert found.high == pytest.approx(70 + 1.96 * spread, abs=0.12)
+    assert result.low == pytest.approx(70 - 1.96 * spread, abs=0.12)
+    assert result.high == pytest.approx(70 + 1.96 * spread, abs=0.12)
     narrow = score_interval(accuracy(right), draws=40_000, level=0.5)
     assert narrow.high - narrow.low == pytest.approx(2 * 0.6745 * spread, abs=0.15)
 
@@ -83,8 +83,8 @@ def test_many_distinct_groups_in_small_chunks(monkeypatch: pytest.MonkeyPatch) -
 def test_interval_has_nominal_coverage() -> None:
     held = 0
     for run in range(300):
-        found = score_interval(accuracy(answers(run, 150, 0.6)), draws=800, seed=run)
-        held += found.low <= 60 <= found.high
+        result = score_interval(accuracy(answers(run, 150, 0.6)), draws=800, seed=run)
+        held += result.low <= 60 <= result.high
     assert 0.91 <= held / 300 <= 0.98
 
 
@@ -129,23 +129,23 @@ def test_p_value_agrees_with_the_sign_test() -> None:
     """Where answers are right or wrong, exchanging them is a coin for each question on which the two disagree."""
     first = np.repeat([1.0, 1.0, 0.0, 0.0], [50, 18, 7, 25])
     second = np.repeat([1.0, 0.0, 1.0, 0.0], [50, 18, 7, 25])
-    found = score_difference(accuracy(first), accuracy(second), draws=60_000)
-    assert found.value == pytest.approx(11)
-    assert found.p == pytest.approx(stats.binomtest(18, 25).pvalue, abs=0.004)
+    result = score_difference(accuracy(first), accuracy(second), draws=60_000)
+    assert result.value == pytest.approx(11)
+    assert result.p == pytest.approx(stats.binomtest(18, 25).pvalue, abs=0.004)
     # the interval of a paired score_difference, from its own formula
     apart = first - second
     spread = 100 * apart.std() / math.sqrt(100)
-    assert found.low == pytest.approx(11 - 1.96 * spread, abs=0.8)
-    assert found.high == pytest.approx(11 + 1.96 * spread, abs=0.8)
+    assert result.low == pytest.approx(11 - 1.96 * spread, abs=0.8)
+    assert result.high == pytest.approx(11 + 1.96 * spread, abs=0.8)
 
 
 def test_pairing_is_more_powerful_than_separate_intervals() -> None:
     second = answers(2, 1000, 0.6)
     first = second.copy()
     first[np.flatnonzero(second == 0)[:20]] = 1  # better on 20 questions, worse on none
-    found = score_difference(accuracy(first), accuracy(second))
-    assert found.low > 0
-    assert found.p < 0.001
+    result = score_difference(accuracy(first), accuracy(second))
+    assert result.low > 0
+    assert result.p < 0.001
     assert score_interval(accuracy(first)).low < score_interval(accuracy(second)).high
 
 
@@ -154,10 +154,10 @@ def test_equal_methods_and_swapped_methods() -> None:
     same = score_difference(tally, tally)
     assert (same.value, same.low, same.high, same.p) == (0, 0, 0, 1)
     other = accuracy(answers(1, 50, 0.7))
-    one, two = score_difference(tally, other), score_difference(other, tally)
-    assert one.value == -two.value
-    assert one.p == pytest.approx(two.p, abs=0.02)
-    assert "p = " in str(one)
+    item, two = score_difference(tally, other), score_difference(other, tally)
+    assert item.value == -two.value
+    assert item.p == pytest.approx(two.p, abs=0.02)
+    assert "p = " in str(item)
 
 
 def test_p_value_has_nominal_false_positive_rate() -> None:
@@ -168,8 +168,8 @@ def test_p_value_has_nominal_false_positive_rate() -> None:
         truth = rng.random(120) < 0.5
         tallies = []
         for _ in range(2):
-            said = np.where(rng.random(120) < 0.8, truth, ~truth)
-            sums = np.stack([truth & said, ~truth & said, truth & ~said], axis=1).astype(float)
+            predictions = np.where(rng.random(120) < 0.8, truth, ~truth)
+            sums = np.stack([truth & predictions, ~truth & predictions, truth & ~predictions], axis=1).astype(float)
             tallies.append(ScoreStats(tuple(map(str, range(120))), sums, f1))
         low += score_difference(*tallies, draws=400, seed=run).p < 0.05
     assert 0.02 <= low / 400 <= 0.085
@@ -186,13 +186,13 @@ def test_scores_of_different_questions_raise() -> None:
 def test_seeds() -> None:
     runs = [accuracy(answers(seed, 200, share)) for seed, share in enumerate((0.4, 0.5, 0.6, 0.7))]
     values = [run.value for run in runs]
-    found = seed_interval(runs)
-    assert found.value == pytest.approx(np.mean(values))
-    assert found.sd == pytest.approx(np.std(values, ddof=1))
-    assert found.values == tuple(values)
+    result = seed_interval(runs)
+    assert result.value == pytest.approx(np.mean(values))
+    assert result.sd == pytest.approx(np.std(values, ddof=1))
+    assert result.values == tuple(values)
     same = seed_interval(runs[:1] * 4)
     assert same.sd == 0
-    assert same.high - same.low < found.high - found.low  # seeds that differ make it less sure
+    assert same.high - same.low < result.high - result.low  # seeds that differ make it less sure
     alone = seed_interval(runs[:1])
     assert math.isnan(alone.sd)
     assert alone.value == runs[0].value
@@ -207,11 +207,11 @@ def test_interval_covers_questions_and_seeds() -> None:
     runs = [
         accuracy((np.random.default_rng(100 + n).random(300) < share).astype(float)) for n, share in enumerate(shares)
     ]
-    found = seed_interval(runs, draws=40_000)
+    result = seed_interval(runs, draws=40_000)
     table = np.stack([run.sums[:, 0] for run in runs])
     between = np.var([run.value for run in runs]) / 20
     within = 1e4 * np.var(table.mean(axis=0)) / 300
-    spread = (found.high - found.low) / (2 * 1.96)
+    spread = (result.high - result.low) / (2 * 1.96)
     # the noise of single answers is in both terms and once more in the draws of both
     noise = 1e4 * np.var(table - table.mean(axis=0) - table.mean(axis=1, keepdims=True)) / (20 * 300)
     assert spread == pytest.approx(math.sqrt(between + within + noise), rel=0.05)
@@ -227,36 +227,36 @@ def three(shift: int = 0) -> dict[str, ScoreStats]:
 
 def test_relative_score_and_its_interval() -> None:
     full, method = three(), three(1)
-    found = relative_interval(method, full)
+    result = relative_interval(method, full)
     plain = relative_score(
-        {name: one.value for name, one in method.items()}, {name: one.value for name, one in full.items()}
+        {name: item.value for name, item in method.items()}, {name: item.value for name, item in full.items()}
     )
-    assert found.value == pytest.approx(plain.value)
-    assert found.low < found.value < found.high
+    assert result.value == pytest.approx(plain.value)
+    assert result.low < result.value < result.high
     same = relative_interval(full, full)
     assert same.low == pytest.approx(100)
     assert same.high == pytest.approx(100)  # the same questions are drawn for both, so nothing is left to chance
     turned = dict(reversed(method.items()))
-    assert relative_interval(turned, full) == found  # the order of the benchmarks does not matter
+    assert relative_interval(turned, full) == result  # the order of the benchmarks does not matter
 
 
 def test_interval_of_a_ratio_agrees_with_its_formula() -> None:
     full = accuracy(answers(5, 2000, 0.7))
     method = accuracy(np.where(answers(6, 2000, 0.9) > 0, full.sums[:, 0], 0.0))
-    found = relative_interval({"GQA": method}, {"GQA": full}, draws=20_000)
+    result = relative_interval({"GQA": method}, {"GQA": full}, draws=20_000)
     x, y = method.sums[:, 0], full.sums[:, 0]
     ratio = x.mean() / y.mean()
     spread = 100 * np.std(x - ratio * y) / y.mean() / math.sqrt(2000)  # the delta method
-    assert found.high - found.low == pytest.approx(2 * 1.96 * spread, rel=0.04)
+    assert result.high - result.low == pytest.approx(2 * 1.96 * spread, rel=0.04)
 
 
 def test_difference_of_relative_scores() -> None:
     full, worse = three(), three(1)
-    better = {name: accuracy(np.maximum(one.sums[:, 0], answers(77, 400, 0.15))) for name, one in worse.items()}
-    found = relative_difference(better, worse, full)
-    assert found.value == pytest.approx(relative_interval(better, full).value - relative_interval(worse, full).value)
-    assert found.low > 0
-    assert found.p < 0.001
+    better = {name: accuracy(np.maximum(item.sums[:, 0], answers(77, 400, 0.15))) for name, item in worse.items()}
+    result = relative_difference(better, worse, full)
+    assert result.value == pytest.approx(relative_interval(better, full).value - relative_interval(worse, full).value)
+    assert result.low > 0
+    assert result.p < 0.001
     alike = relative_difference(three(1), three(2), full)
     assert alike.p > 0.05
     assert alike.low < 0 < alike.high
@@ -265,12 +265,12 @@ def test_difference_of_relative_scores() -> None:
 def test_relative_seed_interval() -> None:
     full = three()
     runs = [three(seed) for seed in (1, 2, 3)]
-    found = relative_seed_interval(runs, full)
+    result = relative_seed_interval(runs, full)
     values = [relative_interval(run, full).value for run in runs]
-    assert found.values == pytest.approx(tuple(values))
-    assert found.value == pytest.approx(np.mean(values))
-    assert found.sd == pytest.approx(np.std(values, ddof=1))
-    assert "over 3 seeds" in str(found)
+    assert result.values == pytest.approx(tuple(values))
+    assert result.value == pytest.approx(np.mean(values))
+    assert result.sd == pytest.approx(np.std(values, ddof=1))
+    assert "over 3 seeds" in str(result)
     with pytest.raises(BadParameter):
         relative_seed_interval([], full)
 
@@ -278,7 +278,7 @@ def test_relative_seed_interval() -> None:
 def test_benchmarks_without_a_score_are_left_out() -> None:
     full, method = three(), three(1)
     none = ScoreStats(full["MME"].units, np.full((400, 2), np.nan), percent)
-    without = {name: one for name, one in method.items() if name != "MME"}
+    without = {name: item for name, item in method.items() if name != "MME"}
     assert relative_interval(method | {"MME": none}, full) == relative_interval(without, full)
     with pytest.raises(BadParameter, match="No benchmark"):
         relative_interval({"MME": none}, full)
@@ -306,19 +306,21 @@ def mme_score(share: float, seed: int) -> Score:
     ]
     task = Task("MME", "mme", tuple(samples), Path("x"), "0")
     other = {"Yes": "No", "No": "Yes"}
-    said = [one.answers[0] if rng.random() < share else other[one.answers[0]] for one in samples]
-    return task.score([{"index": one.index, "prediction": text} for one, text in zip(samples, said, strict=True)])
+    predictions = [item.answers[0] if rng.random() < share else other[item.answers[0]] for item in samples]
+    return task.score(
+        [{"index": item.index, "prediction": text} for item, text in zip(samples, predictions, strict=True)]
+    )
 
 
 def test_mme_score_resamples_images() -> None:
     """For acc + acc+ of MME the interval is that of the plain bootstrap over images."""
     score = mme_score(0.8, 0)
     assert len(score.stats.units) == 80
-    found = score_interval(score, draws=20_000)
-    assert found.value == score.value
+    result = score_interval(score, draws=20_000)
+    assert result.value == score.value
     rng = np.random.default_rng(9)
     slow = [float(score.stats.formula(score.stats.sums[rng.integers(80, size=80)].sum(axis=0))) for _ in range(5000)]
-    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(slow, [0.025, 0.975])), abs=4)
+    assert (result.low, result.high) == pytest.approx(tuple(np.quantile(slow, [0.025, 0.975])), abs=4)
     better = score_difference(mme_score(0.95, 1), mme_score(0.6, 2))
     assert better.p < 0.001
     assert better.low > 0
@@ -329,5 +331,5 @@ def test_nine_full_size_benchmarks_are_fast() -> None:
     sizes = (12578, 1164, 1164, 1187, 9000, 2017, 5000, 4319, 218)
     full = {str(n): accuracy(answers(n, size, 0.6)) for n, size in enumerate(sizes)}
     method = {str(n): accuracy(answers(50 + n, size, 0.58)) for n, size in enumerate(sizes)}
-    found = relative_interval(method, full, draws=10_000)
-    assert found.low < found.value < found.high
+    result = relative_interval(method, full, draws=10_000)
+    assert result.low < result.value < result.high

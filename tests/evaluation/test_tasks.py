@@ -62,14 +62,14 @@ def test_rows_agree_with_the_csv_module(table: list[list[str]], always: bool) ->
     quoting = csv.QUOTE_ALL if always else csv.QUOTE_MINIMAL
     csv.writer(buffer, delimiter="\t", quoting=quoting, lineterminator="\n").writerows(table)
     raw = buffer.getvalue().encode()
-    found = []
+    result = []
     for row in read_rows(io.BytesIO(raw)):
         assert row.spans is not None
-        found.append([unquote(row.raw[a:b]).decode() for a, b in row.spans])
+        result.append([unquote(row.raw[a:b]).decode() for a, b in row.spans])
         for a, b in row.spans:  # the places are those in the file
             assert raw[row.start + a : row.start + b] == row.raw[a:b]
         assert row.number == 1 + raw[: row.start].count(b"\n")
-    assert found == table
+    assert result == table
 
 
 @pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
@@ -250,11 +250,13 @@ def test_large_file_is_not_loaded_into_memory(tmp_path: Path) -> None:
 
 
 def test_fingerprint_depends_on_the_data(tmp_path: Path) -> None:
-    def told(**more: Any) -> str:
+    def fingerprint(**more: Any) -> str:
         return open_task(write(tmp_path / "X.tsv", [question(1, **more)])).fingerprint
 
-    assert told() == told()
-    assert len({told(), told(question="Else?"), told(image=coded(8)), told(answer="cat")}) == 4
+    assert fingerprint() == fingerprint()
+    assert (
+        len({fingerprint(), fingerprint(question="Else?"), fingerprint(image=coded(8)), fingerprint(answer="cat")}) == 4
+    )
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -390,15 +392,16 @@ def test_rotations_are_added_if_the_file_has_none(tmp_path: Path) -> None:
 def test_rotations_in_the_file_are_kept(tmp_path: Path) -> None:
     first = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [choice(5)]))
     table = [
-        choice(one.index, one.answers[0], image=coded(7) if one.index == "5" else "5", **one.options) for one in first
+        choice(item.index, item.answers[0], image=coded(7) if item.index == "5" else "5", **item.options)
+        for item in first
     ]
     task = open_task(write(tmp_path / "MMBench_DEV_EN.tsv", [*table, choice(6, image="5")]))
-    assert [(one.index, one.group, dict(one.options), one.answers) for one in task.samples[:3]] == [
-        (one.index, one.group, dict(one.options), one.answers) for one in first
+    assert [(item.index, item.group, dict(item.options), item.answers) for item in task.samples[:3]] == [
+        (item.index, item.group, dict(item.options), item.answers) for item in first
     ]
     assert len(task) == 4  # none is made for question 6: this file brings its own
     by_column = [choice(n, g_index=1) for n in (1, 2)]
-    assert {one.group for one in open_task(write(tmp_path / "MMBench_DEV_EN.tsv", by_column))} == {"1"}
+    assert {item.group for item in open_task(write(tmp_path / "MMBench_DEV_EN.tsv", by_column))} == {"1"}
 
 
 def test_two_options_have_two_rotations(tmp_path: Path) -> None:
@@ -462,9 +465,9 @@ def test_mme_questions_are_grouped_by_image(tmp_path: Path) -> None:
     more = {"answer": "Yes", "category": "OCR"}
     by_name = [question(n, image_path=f"{n // 2}.png", **more) for n in range(4)]
     task = open_task(write(tmp_path / "MME.tsv", by_name))
-    assert [one.group for one in task] == ["OCR|0.png"] * 2 + ["OCR|1.png"] * 2
+    assert [item.group for item in task] == ["OCR|0.png"] * 2 + ["OCR|1.png"] * 2
     by_picture = [question(n, image=coded(n // 2), **more) for n in range(4)]  # no name: the picture itself tells
-    groups = [one.group for one in open_task(write(tmp_path / "MME.tsv", by_picture))]
+    groups = [item.group for item in open_task(write(tmp_path / "MME.tsv", by_picture))]
     assert groups[0] == groups[1] != groups[2] == groups[3]
 
 

@@ -156,5 +156,5 @@ def test_models_to_confirm_on_are_whole(name: str, layer: int) -> None:
 
 
 def test_a_missing_reader_is_said(tmp_path: Path) -> None:
-    with pytest.raises(BadFile, match=r"made by scripts/train_lab\.py"):
+    with pytest.raises(BadFile, match=r"made by lab/scripts/train_lab\.py"):
         lab_folder(tmp_path)

@@ -55,8 +55,8 @@ def test_nearest_setting_is_chosen(seed: int, target: float) -> None:
 
 
 def test_ties_go_to_the_smaller_k_then_the_smaller_delta() -> None:
-    alone = [VisualTokens(torch.eye(4)[:1], (1, 1))]  # one patch is one token, whatever the setting
-    calibration = calibrate(alone, 3, sae=RawEmbedding(), max_k=4)
+    single_patch = [VisualTokens(torch.eye(4)[:1], (1, 1))]  # one token with every setting
+    calibration = calibrate(single_patch, 3, sae=RawEmbedding(), max_k=4)
     assert (calibration.k, calibration.delta) == (1, 1)
     assert all(counts.tolist() == [1] for counts in calibration.table.values())
 

@@ -35,11 +35,11 @@ def test_identical_patches_are_padded_by_index_or_relevance() -> None:
     assert plan.anchor.tolist() == [0, 1, 2, 3]
     assert plan.role == ("primary", "padding", "padding", "padding")
     assert plan.score.tolist() == [1.0, 0.0, 0.0, 0.0]
-    # cosines with the text 1, 0.6, 0, 0.8: the least like it is taken for the most relevant
+    # cosines with the text are 1, 0.6, 0, 0.8; the least similar patch is the most relevant
     joint = [[1.0, 0.0], [0.6, 0.8], [0.0, 1.0], [0.8, 0.6]]
-    asked = tokens_of([[3.0, 4.0]] * 4, joint=joint, text=[[2.0, 0.0]])
-    assert native(asked, budget=4) == [2, 1, 3, 0]
-    assert native(asked, budget=4, negate=False) == [0, 3, 1, 2]
+    with_text = tokens_of([[3.0, 4.0]] * 4, joint=joint, text=[[2.0, 0.0]])
+    assert native(with_text, budget=4) == [2, 1, 3, 0]
+    assert native(with_text, budget=4, negate=False) == [0, 3, 1, 2]
 
 
 def test_one_patch_of_each_cluster_is_selected_first() -> None:
@@ -60,7 +60,7 @@ def test_relevance_and_diversity_by_hand() -> None:
     )
     assert picks.tolist() == [0, 2]
     np.testing.assert_allclose(gains, [1, 0.25])
-    # with r = 1, 0.9, 0.7 diversity no longer makes up for relevance: 0.6075 against 0.49
+    # with r = 1, 0.9, 0.7 relevance outweighs diversity: 0.6075 against 0.49
     picks, gains = greedy_map(
         np.array([[1, 0.5, 0], [0.5, 1, half], [0, half, 1]], np.float32), np.array([1, 0.9, 0.7], np.float32), 2
     )
@@ -204,9 +204,9 @@ def test_permutation_equivariance() -> None:
 def test_selection_depends_on_the_question() -> None:
     generator = torch.Generator().manual_seed(5)
     patches, joint = torch.randn(30, 40, generator=generator), torch.randn(30, 6, generator=generator)
-    one, two = (native(tokens_of(patches, joint=joint, text=sign * joint[:1]), budget=5) for sign in (1.0, -1.0))
-    assert one != two
-    assert two[0] == 0  # the negated cosine is highest where the text is the opposite of the patch
+    first, second = (native(tokens_of(patches, joint=joint, text=sign * joint[:1]), budget=5) for sign in (1.0, -1.0))
+    assert first != second
+    assert second[0] == 0  # the negated cosine is highest if the text is the opposite of the patch
 
 
 def with_signals() -> list[VisualTokens]:

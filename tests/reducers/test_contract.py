@@ -46,8 +46,8 @@ def test_contract(name: str, encoder: str, setting: dict[str, Any]) -> None:
     check_reducer(make(name, sae=ENCODERS[encoder], **setting))
 
 
-# What a method cannot do without, beside its budget.
-LEAST = {"visionzip": 3}
+# Smallest budget and required parameters of a method.
+MIN_BUDGET = {"visionzip": 3}
 REQUIRED: dict[str, dict[str, Any]] = {"scts": {"sae": ENCODERS["sae"]}}
 
 
@@ -56,7 +56,7 @@ REQUIRED: dict[str, dict[str, Any]] = {"scts": {"sae": ENCODERS["sae"]}}
 @pytest.mark.parametrize("name", [name for name in list_reducers() if not name.startswith("torino")])
 def test_contract_of_other_methods(name: str, order: str, budget: int) -> None:
     given = {"budget": budget, "order": order, **REQUIRED.get(name, {})}
-    if budget < LEAST.get(name, 1):
+    if budget < MIN_BUDGET.get(name, 1):
         with pytest.raises(BadParameter, match="budget"):
             make(name, **given)
     else:
@@ -65,10 +65,11 @@ def test_contract_of_other_methods(name: str, order: str, budget: int) -> None:
 
 @pytest.mark.parametrize("name", list_reducers())
 def test_every_method_is_described(name: str) -> None:
-    told = describe(name)
-    for what in ("summary", "paper", "cost", "original_license"):
-        assert told[what], f"{name} does not tell its {what}"
-    assert told["summary"].endswith(".")
+    description = describe(name)
+    for key in ("summary", "paper", "cost", "original_license"):
+        assert description[key], f"{name} has no {key}"
+    assert description["summary"].endswith(".")
+    assert len(description["summary"]) <= 90
 
 
 @pytest.mark.parametrize("scale", ["mean", "sqrt", "sum"])

@@ -35,7 +35,7 @@ def reference(patches: Tensor, budget: int) -> tuple[list[int], list[float]]:
         for j in range(n):
             dot = sum(a * b for a, b in zip(rows[i], rows[j], strict=True))
             length = norms[i] * norms[j]
-            # rounded as float32 is, so that what ties there ties here
+            # rounded like float32, so that the same values tie
             distance[i][j] = 0.0 if i == j else round(1 - (dot / length if length else 0.0), 6)
     picked: list[int] = []
     scores: list[float] = []
@@ -69,7 +69,7 @@ def test_identical_tokens_are_selected_by_index() -> None:
 def test_one_patch_of_each_cluster_is_selected_first() -> None:
     label = [0, 0, 1, 1, 2, 2, 3, 3, 0, 1, 2, 3]
     tokens = tokens_of(torch.eye(4)[label] * torch.arange(1.0, 13)[:, None])
-    assert picks(tokens, 4) == [0, 2, 4, 6]  # all are duplicates: the seed is the first patch
+    assert picks(tokens, 4) == [0, 2, 4, 6]  # all are duplicates, so the first patch is selected first
     assert picks(tokens, 6) == [0, 2, 4, 6, 1, 3]
     plan = DivPrune(6, order="native").plan(tokens)
     assert plan.score.tolist() == [0, 1, 1, 1, 0, 0]
@@ -93,9 +93,9 @@ def test_budgets_of_all_patches_and_of_one() -> None:
     assert DivPrune(9).plan(tokens).sources.tolist() == list(range(9))
     assert sorted(picks(tokens, 9)) == list(range(9))
     assert len(picks(tokens, 1)) == 1
-    alone = DivPrune(1).plan(tokens_of([[1.0, 2.0]]))
-    assert alone.sources.tolist() == [0]
-    assert alone.score.isnan().all()
+    single = DivPrune(1).plan(tokens_of([[1.0, 2.0]]))
+    assert single.sources.tolist() == [0]
+    assert single.score.isnan().all()
 
 
 def test_opposite_and_zero_tokens() -> None:

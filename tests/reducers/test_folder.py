@@ -77,7 +77,7 @@ def test_even_schedules() -> None:
     assert removals_per_step(576, 192, cls_first=True, steps=23) == [16] * 7 + [17] * 16
     assert removals_per_step(576, 64, cls_first=True, steps=23) == [22] * 17 + [23] * 6
     assert removals_per_step(6, 4, cls_first=True, steps=4) == [0, 0, 1, 1]
-    assert removals_per_step(8, 1, cls_first=True, steps=1) == [4, 2, 1]  # one step cannot, so more follow
+    assert removals_per_step(8, 1, cls_first=True, steps=1) == [4, 2, 1]  # one step is not enough, so more follow
     assert sum(removals_per_step(2, 1, cls_first=False)) == 0
 
 
@@ -104,7 +104,7 @@ def test_equals_reference(kind: str, cls: bool, metric: Any) -> None:
 
 def test_identical_tokens_by_hand() -> None:
     tokens = VisualTokens(torch.tensor([[3.0, 4.0]]).repeat(4, 1), (2, 2))
-    # 0 into 1; then the sequence is 1 2 3, and 1 goes into 2
+    # 0 is merged into 1; then the sequence is 1 2 3, and 1 is merged into 2
     third = (1 + math.log(3)) / 3
     assert rows(Folder(2).plan(tokens)) == [
         {0: pytest.approx(third), 1: pytest.approx(third), 2: pytest.approx(third)},

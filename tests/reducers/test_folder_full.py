@@ -59,7 +59,7 @@ def hand(attention: list[float], keys: torch.Tensor | None = None) -> VisualToke
 
 
 def test_one_hot_attention_protects_one_patch() -> None:
-    # behind a CLS token the odd patches are sources; all keys alike, so attention alone ranks them
+    # after a CLS token the odd patches are sources; all keys are equal, so only attention ranks them
     tokens = hand([0, 1, 0, 0, 0, 0])
     assert groups(FolderFull(5).plan(tokens)) == {frozenset({0, 3}), *map(frozenset, ({1}, {2}, {4}, {5}))}
     assert groups(FolderFull(4).plan(tokens)) == {frozenset({0, 3, 5}), *map(frozenset, ({1}, {2}, {4}))}
@@ -100,7 +100,7 @@ def test_four_orthogonal_clusters() -> None:
 
 
 def _halves() -> list[set[int]]:
-    # of a cluster's four patches, sources are the second and the fourth, and both go to the first
+    # the second and fourth patch of a cluster are sources, and both are merged into the first
     return [part for c in range(0, 16, 4) for part in ({c, c + 1, c + 3}, {c + 2})]
 
 

@@ -65,24 +65,24 @@ def line(attention: torch.Tensor, n: int = 3) -> VisualTokens:
 def test_example_of_three_patches() -> None:
     attention = torch.zeros(2, 3, 3)
     attention[0] = torch.diag(torch.tensor([0.5, 0.1, 0.9]))
-    attention[1, :, 0] = 1.0  # received by the first: 3, and it looks at itself with 1
+    attention[1, :, 0] = 1.0  # the first receives 3, and 1 from itself
     assert mixed_attention_importance(attention).tolist() == pytest.approx([3.0, 0.01, 0.81])
     plan = GTP(2, alpha=0.5, graph="spatial").plan(line(attention))
     root = 0.5 / math.sqrt(2)
     torch.testing.assert_close(dense(plan), torch.tensor([[1, root, 0], [0, root, 1]]))
-    assert plan.assigned.tolist() == [0, 0, 1]  # the middle gave as much to both; the first stands for it
+    assert plan.assigned.tolist() == [0, 0, 1]  # both receive the same from the middle; it is assigned to the first
     assert GTP(2, alpha=0.5, graph="spatial", order="native").plan(line(attention)).anchor.tolist() == [0, 2]
 
 
 def test_hops_reach_patches_without_a_kept_neighbor() -> None:
     attention = torch.zeros(1, 3, 3)
-    attention[0, 0, 0] = 1.0  # one-hot: the first is kept, the last touches only the middle
+    attention[0, 0, 0] = 1.0  # one-hot: the first is kept, the last is adjacent only to the middle
     lost = GTP(1, alpha=0.5, graph="spatial").plan(line(attention))
     assert dense(lost)[0].tolist() == pytest.approx([1, 0.5 / math.sqrt(2), 0])
     assert lost.assigned.tolist() == [0, 0, -1]
-    found = GTP(1, alpha=0.5, graph="spatial", hops=2).plan(line(attention))
-    assert dense(found)[0].tolist() == pytest.approx([1, 0.5 / math.sqrt(2), 0.25 / 2])
-    assert found.assigned.tolist() == [0, 0, 0]
+    reached = GTP(1, alpha=0.5, graph="spatial", hops=2).plan(line(attention))
+    assert dense(reached)[0].tolist() == pytest.approx([1, 0.5 / math.sqrt(2), 0.25 / 2])
+    assert reached.assigned.tolist() == [0, 0, 0]
 
 
 def test_identical_tokens_are_all_neighbors() -> None:
@@ -136,13 +136,15 @@ def test_neighbors_do_not_depend_on_matmul_precision() -> None:
 
 def test_permutation_equivariance_of_the_semantic_graph() -> None:
     tokens = random_tokens(2, (4, 4), "random")
-    turn = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
     attention = tokens.signal("attention", "test")
-    turned = VisualTokens(tokens.patches[turn], (4, 4), signals={"attention": attention[:, turn][:, :, turn]})
+    permuted_tokens = VisualTokens(
+        tokens.patches[order], (4, 4), signals={"attention": attention[:, order][:, :, order]}
+    )
     for graph, holds in (("semantic", True), ("mixed", False), ("spatial", False)):
         reducer = make("gtp", budget=6, graph=graph, neighbors=3, alpha=0.3, order="native")
-        there, here = dense(reducer.plan(turned)), dense(reducer.plan(tokens))[:, turn]
-        assert torch.allclose(there, here, atol=1e-6) == holds
+        permuted, original = dense(reducer.plan(permuted_tokens)), dense(reducer.plan(tokens))[:, order]
+        assert torch.allclose(permuted, original, atol=1e-6) == holds
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 7, 15, 16])
@@ -185,7 +187,7 @@ def test_blocks_compose() -> None:
         graph, done = graph[step.anchor][:, step.anchor], done.then(step)
         torch.testing.assert_close(states, torch.tensor(reference_x))
         torch.testing.assert_close(scales, torch.tensor(reference_scales))
-    assert done.anchor.tolist() == places  # by mixed_attention_importance, not by place, as released
+    assert done.anchor.tolist() == places  # by importance, not by position, as released
     torch.testing.assert_close(done.apply(x), states)
 
 

@@ -38,7 +38,7 @@ def reference(middle: list[float], deep: list[float], grid: tuple[int, int], bud
     rows, columns = grid
     n = rows * columns
     count = round(budget * alpha / 5)
-    while 5 * count > budget:  # ours: an anchor and its neighbors must fit
+    while 5 * count > budget:  # deviation: an anchor and its neighbors must fit
         count -= 1
     role: dict[int, str] = {}
     for i in sorted(range(n), key=lambda i: (-middle[i], i))[:count]:
@@ -82,7 +82,7 @@ def test_anchors_never_exceed_the_budget() -> None:
 
 @pytest.mark.parametrize("fidelity", FIDELITIES)
 def test_one_anchor_in_the_middle(fidelity: str) -> None:
-    # 4 x 5 grid, anchor at row 1, column 2; the deep block favours 19, then the anchor itself, then 0
+    # 4 x 5 grid, anchor at row 1, column 2; the deep block ranks 19, the anchor, 0
     tokens = image(spike(20, 7), spike(20, 19, 7, 0), (4, 5))
     plan = make("hiprune", budget=7, alpha=0.7, fidelity=fidelity).plan(tokens)
     assert plan.anchor.tolist() == [0, 2, 6, 7, 8, 12, 19]
@@ -203,7 +203,7 @@ def test_another_object_block() -> None:
         ({"alpha": -0.1}, "alpha must be a finite number of at least 0, got -0.1"),
         ({"alpha": float("nan")}, "alpha must be a finite number"),
         ({"object_block": -1}, "object_block must be a whole number of at least 0, got -1"),
-        ({"fidelity": "mine"}, "fidelity must be one of 'released', 'paper', got 'mine'"),
+        ({"fidelity": "other"}, "fidelity must be one of 'released', 'paper', got 'other'"),
         ({"order": "random"}, "order must be one of"),
     ],
 )

@@ -124,7 +124,7 @@ def test_released_tiles_are_horizontal_bands() -> None:
     attention = at((4, 4), *top)
     assert tile_budgets(attention, (4, 4), (2, 2), 32, exact=False) == [16, 8, 8, 0, 0]
     assert tile_budgets(attention, (4, 4), (2, 2), 32, exact=False, fidelity="paper") == [16, 8, 8, 0, 0]
-    # one column of tiles: bands are what the tiles are
+    # with one column of tiles the bands are the tiles
     assert tile_budgets(attention, (4, 4), (2, 1), 32) == tile_budgets(attention, (4, 4), (2, 1), 32, fidelity="paper")
 
 
@@ -132,10 +132,10 @@ def test_llava_next_with_a_fifth_of_the_tokens() -> None:
     """Five views of 576 patches and a rate of 0.2 give 576 tokens, 288 of them for the base view."""
     attention = torch.rand(16, 576, generator=torch.Generator().manual_seed(0))
     for fidelity in ("released", "paper"):
-        found, released = reference_shares(attention, (24, 24), (2, 2), 576, 0.5, fidelity)
-        assert sum(found) == 288
-        assert released[1:] == found  # 288 tokens for 288 patches of content
-        assert tile_budgets(attention, (24, 24), (2, 2), 576, fidelity=fidelity) == [288, *found]
+        content, released = reference_shares(attention, (24, 24), (2, 2), 576, 0.5, fidelity)
+        assert sum(content) == 288
+        assert released[1:] == content  # 288 tokens for 288 patches of content
+        assert tile_budgets(attention, (24, 24), (2, 2), 576, fidelity=fidelity) == [288, *content]
 
 
 @pytest.mark.parametrize("fidelity", ["released", "paper"])
@@ -153,19 +153,19 @@ def test_shares_equal_reference(tiles: tuple[int, int], fidelity: Any) -> None:
                     shares = tile_budgets(attention, grid, tiles, budget, **given)
                     assert sum(shares) == budget
                     assert all(0 <= share <= n for share in shares)
-                    assert all(mine >= least for mine, least in zip(shares, expected, strict=True))
-                    if max(expected[1:]) < n:  # nothing was cut: each gets its share or one more
-                        assert all(mine - least <= 1 for mine, least in zip(shares, expected, strict=True))
+                    assert all(share >= minimum for share, minimum in zip(shares, expected, strict=True))
+                    if max(expected[1:]) < n:  # nothing was truncated: each tile gets its share or one more
+                        assert all(share - minimum <= 1 for share, minimum in zip(shares, expected, strict=True))
 
 
 def test_remainders_and_full_tiles() -> None:
     # content 3, 2, 1 of six; 6 of 12 tokens go to the tiles
     attention = at((3, 4), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0))
     assert tile_budgets(attention, (3, 4), (3, 1), 12) == [6, 3, 2, 1]
-    # 7 tokens: 3.5, 2.33, 1.17; the first has the largest remainder
+    # 7 tokens are divided as 3.5, 2.33, 1.17; the first has the largest remainder
     assert tile_budgets(attention, (3, 4), (3, 1), 14) == [7, 4, 2, 1]
     assert tile_budgets(attention, (3, 4), (3, 1), 14, exact=False) == [7, 3, 2, 1]
-    # the first tile takes one only: what is left of 6 goes 2 to 1 to the others, and then to the base view
+    # the first tile can take only one; the other 5 are divided 2 to 1 among the others, then go to the base view
     assert tile_budgets(attention, (3, 4), (3, 1), 12, capacity=[12, 1, 12, 12]) == [6, 1, 3, 2]
     assert tile_budgets(attention, (3, 4), (3, 1), 12, capacity=[12, 1, 1, 1]) == [9, 1, 1, 1]
     assert tile_budgets(attention, (3, 4), (3, 1), 12, capacity=[12, 1, 1, 1], exact=False) == [6, 1, 1, 0]  # of 3
@@ -177,7 +177,7 @@ def test_tiles_without_content() -> None:
     assert tile_budgets(torch.ones(4), (2, 2), (1, 2), 8, alpha=1.0) == [4, 2, 2]
     assert tile_budgets(torch.ones(4), (2, 2), (1, 2), 8, alpha=0.0) == [0, 4, 4]
     assert tile_budgets(torch.ones(1), (1, 1), (1, 1), 2) == [1, 1]
-    # tiles without content get something only when the others are full
+    # tiles without content get tokens only if the others are full
     assert tile_budgets(at((2, 2), (0, 0), (0, 1)), (2, 2), (2, 1), 6) == [3, 3, 0]
     assert tile_budgets(at((2, 2), (0, 0), (0, 1)), (2, 2), (2, 1), 11) == [4, 4, 3]
 
@@ -186,7 +186,7 @@ def test_tiles_that_do_not_divide_the_grid() -> None:
     message = r"cuts the 49 patches of the base view into 4 equal runs, which leaves 1 over.*fidelity='paper'"
     with pytest.raises(BadParameter, match=message):
         tile_budgets(torch.ones(49), (7, 7), (2, 2), 20)
-    # by centers: rows 0 to 2 are up, rows 3 (its center is the middle) to 6 are down
+    # by centers: rows 0 to 2 are in the upper tile, rows 3 (centered in the middle) to 6 in the lower one
     assert tile_budgets(at((7, 7), *[(3, c) for c in range(7)]), (7, 7), (2, 1), 20, alpha=0.85, fidelity="paper") == [
         17,
         0,
@@ -202,8 +202,8 @@ def test_invalid_arguments_of_tile_budgets() -> None:
             tile_budgets(torch.ones(16), (4, 4), (2, 2), 8, alpha=alpha)
     with pytest.raises(BadParameter, match=r"alpha must be between 0 and 1, got 1\.5"):
         tile_budgets(torch.ones(16), (4, 4), (2, 2), 8, alpha=1.5)
-    with pytest.raises(BadParameter, match="fidelity must be one of 'released', 'paper', got 'mine'"):
-        tile_budgets(torch.ones(16), (4, 4), (2, 2), 8, fidelity="mine")  # type: ignore[arg-type]
+    with pytest.raises(BadParameter, match="fidelity must be one of 'released', 'paper', got 'other'"):
+        tile_budgets(torch.ones(16), (4, 4), (2, 2), 8, fidelity="other")  # type: ignore[arg-type]
     with pytest.raises(BadParameter, match="budget must be a whole number of at least 1, got 0"):
         tile_budgets(torch.ones(16), (4, 4), (2, 2), 0)
     with pytest.raises(BadParameter, match="tiles must be a whole number of at least 1, got 0"):

@@ -59,33 +59,33 @@ def spectrum(values: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     return (basis * values) @ basis.T, basis
 
 
-@pytest.mark.parametrize("fall", [0.9, 0.95])
+@pytest.mark.parametrize("decay", [0.9, 0.95])
 @pytest.mark.parametrize("count", [1, 4, 16, 40])
 def test_leading_eigenvectors_without_full_decomposition(
-    count: int, fall: float, monkeypatch: pytest.MonkeyPatch
+    count: int, decay: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gram, basis = spectrum(fall ** torch.arange(400, dtype=torch.float64), count)
-    whole = torch.linalg.eigh
+    gram, basis = spectrum(decay ** torch.arange(400, dtype=torch.float64), count)
+    full_eigh = torch.linalg.eigh
 
     def small(matrix: Tensor) -> object:
         assert len(matrix) < 100, "all directions were decomposed"
-        return whole(matrix)
+        return full_eigh(matrix)
 
     monkeypatch.setattr(torch.linalg, "eigh", small)
     value, vector = leading_eigenvectors(gram, count)
-    torch.testing.assert_close(value, fall ** torch.arange(count, dtype=torch.float64), rtol=1e-9, atol=0)
+    torch.testing.assert_close(value, decay ** torch.arange(count, dtype=torch.float64), rtol=1e-9, atol=0)
     torch.testing.assert_close(vector.abs(), basis[:, :count].abs(), rtol=0, atol=1e-9)
     torch.testing.assert_close(vector.T @ vector, torch.eye(count, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["flat", "late", "zero", "of low rank", "pairs"])
+@pytest.mark.parametrize("kind", ["flat", "late", "zero", "low rank", "pairs"])
 def test_leading_eigenvectors_of_difficult_spectra(kind: str) -> None:
     place = torch.arange(300, dtype=torch.float64)
     values = {
         "flat": 2 - place / 300,
         "late": 1 + 1e-4 * (place < 10).double(),
         "zero": 0 * place,
-        "of low rank": (0.8**place) * (place < 12),
+        "low rank": (0.8**place) * (place < 12),
         "pairs": 0.9 ** (place // 2),
     }[kind]
     gram, _ = spectrum(values, 3)
@@ -134,7 +134,7 @@ def test_suppression_with_interleaved_groups() -> None:
 # ---------------------------------------------------------------------- greedy loops
 
 
-def plainly(similar: np.ndarray, expected: int) -> list[int]:
+def reference_duplicates(similar: np.ndarray, expected: int) -> list[int]:
     left = list(range(len(similar)))
     while len(left) > expected:
         even, odd = left[::2], left[1::2]
@@ -151,19 +151,19 @@ def test_duplicates_beyond_float32_precision() -> None:
         similar[:20] += 0.25 * draw.random((20, 1))
         similar = (similar + similar.T) / 2
         for expected in (1, 10, 24, 40):
-            assert _drop_duplicates(similar, expected)[0].tolist() == plainly(similar, expected)
+            assert _drop_duplicates(similar, expected)[0].tolist() == reference_duplicates(similar, expected)
 
 
 def test_coverage_sums_do_not_overflow() -> None:
-    n = 300  # sums of more rows than int32 holds
+    n = 300  # sums of so many rows would overflow int32
     patches = torch.ones(n, 4) + 0.01 * torch.randn(n, 4, generator=torch.Generator().manual_seed(0))
     attention = torch.rand(1, n, generator=torch.Generator().manual_seed(1)).double()
     similar = pairwise_cosines(patches).clamp(0, 1).double().mul(1 << 24).round().numpy()
     covered, saliency, picked = np.zeros(n), attention[0].numpy(), list[int]()
     for _ in range(20):
-        worth = np.maximum(0, similar - covered).sum(1) * saliency
-        worth[picked] = -1
-        picked.append(int(worth.argmax()))
+        value = np.maximum(0, similar - covered).sum(1) * saliency
+        value[picked] = -1
+        picked.append(int(value.argmax()))
         covered = np.maximum(covered, similar[picked[-1]])
     plan = make("scope", budget=20, order="native").plan(VisualTokens(patches, (1, n), cls_attention=attention))
     assert plan.sources.tolist() == picked
@@ -176,11 +176,11 @@ def test_coverage_sums_do_not_overflow() -> None:
 def test_grid_neighbors(grid: tuple[int, int]) -> None:
     rows, columns = grid
     n = rows * columns
-    joined = build_graph(torch.zeros(n, 1), grid, "spatial") > 0
+    adjacent = build_graph(torch.zeros(n, 1), grid, "spatial") > 0
     for i in range(n):
         for j in range(n):
-            apart = max(abs(i // columns - j // columns), abs(i % columns - j % columns))
-            assert bool(joined[i, j]) == (apart == 1)
+            distance = max(abs(i // columns - j // columns), abs(i % columns - j % columns))
+            assert bool(adjacent[i, j]) == (distance == 1)
 
 
 @pytest.mark.parametrize("factor", [1e-42, 1e-25, 1.0, 1e25])

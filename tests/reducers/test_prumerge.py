@@ -64,7 +64,7 @@ def test_centres_are_the_outliers_of_the_image(count: int) -> None:
 
 def test_at_most_a_quarter_are_outliers() -> None:
     attention = torch.full((576,), 0.001)
-    attention[:145] = 0.01  # then the upper quartile is one of them
+    attention[:145] = 0.01  # then the upper quartile is one of these values
     assert count_outliers(attention) == 0
     for seed in range(30):
         attention = torch.rand(576, generator=torch.Generator().manual_seed(seed)) ** (1 + seed)
@@ -80,7 +80,7 @@ def test_one_hot_attention_keeps_one_patch_unchanged() -> None:
     assert plan.anchor.tolist() == [5, -1]
     assert plan.role == ("primary", "extra")
     reduced = plan.apply(tokens.patches)
-    assert torch.equal(reduced[0], tokens.patches[5])  # its neighbors weigh nothing
+    assert torch.equal(reduced[0], tokens.patches[5])  # the weights of its neighbors are 0
     assert torch.equal(reduced[1], torch.zeros(5))
 
 
@@ -90,14 +90,14 @@ def test_equal_attention_has_no_outliers() -> None:
     plan = PruMerge().plan(tokens)
     assert (plan.role, plan.anchor.tolist()) == (("extra",), [-1])
     assert torch.equal(plan.apply(tokens.patches), patch / 2)  # 16 times 1/32
-    alone = PruMerge(extra_token=False).plan(tokens)
-    assert alone.anchor.tolist() == [0]
-    assert torch.equal(alone.apply(tokens.patches), patch * (1 + 15 / 32))
+    single = PruMerge(extra_token=False).plan(tokens)
+    assert single.anchor.tolist() == [0]
+    assert torch.equal(single.apply(tokens.patches), patch * (1 + 15 / 32))
 
 
 def test_neighbors_come_from_the_cluster_of_the_centre() -> None:
     cluster = torch.arange(64) % 4
-    keys = torch.eye(4)[cluster] * torch.linspace(1, 9, 64)[:, None]  # cosine does not see the lengths
+    keys = torch.eye(4)[cluster] * torch.linspace(1, 9, 64)[:, None]  # cosines do not depend on the lengths
     attention = torch.full((64,), 0.001)
     attention[[62, 13, 8, 23]] = torch.tensor([0.4, 0.3, 0.2, 0.1])
     plan = PruMerge(neighbors=15, order="native").plan(make_tokens(attention, keys))
@@ -116,21 +116,21 @@ def test_weights_and_extra_token_by_hand() -> None:
     plan = PruMerge(budget=3, neighbors=1, order="native").plan(tokens)
     # 0 is nearest to 2; 1 is nearest to 2; the extra token holds 2 and 3
     assert plan.apply(tokens.patches).tolist() == [[1 + 12.5], [10 + 12.5], [12.5 + 62.5]]
-    # both have cosine 1/√2 with 2: the first one stands for it; 3 is in no cluster
+    # both have cosine 1/√2 with 2, which is assigned to the first one; 3 is in no cluster
     assert plan.assigned.tolist() == [0, 1, 0, 2]
-    # all four as centers, all others as neighbors, centers among them: sums read the patches as they were
+    # all four are centers and neighbors of each other; all sums use the original patches
     every = PruMerge(budget=4, neighbors=3, extra_token=False).plan(tokens).apply(tokens.patches)
     total = float(attention @ tokens.patches)
-    alone = (1 - attention) * tokens.patches[:, 0]
-    assert every[:, 0].tolist() == (total + alone).tolist()
+    own = (1 - attention) * tokens.patches[:, 0]
+    assert every[:, 0].tolist() == (total + own).tolist()
 
 
 def test_budgets_of_one_and_all() -> None:
     tokens = random_tokens(40, 3)
     a = tokens.signals["cls_attention_joint@+1"]
-    alone = PruMerge(budget=1).plan(tokens)
-    assert alone.role == ("extra",)
-    assert torch.allclose(alone.apply(tokens.patches)[0], a @ tokens.patches)
+    single = PruMerge(budget=1).plan(tokens)
+    assert single.role == ("extra",)
+    assert torch.allclose(single.apply(tokens.patches)[0], a @ tokens.patches)
     assert PruMerge(budget=1, extra_token=False).plan(tokens).anchor.tolist() == [int(a.argmax())]
     every = PruMerge(budget=40, extra_token=False).plan(tokens)
     assert every.anchor.tolist() == list(range(40))
@@ -156,16 +156,16 @@ def test_permutation_equivariance() -> None:
     )
     for budget in (None, 20):
         reducer = PruMerge(budget, order="native")
-        one, two = reducer.plan(tokens), reducer.plan(other)
-        assert shuffle[two.anchor[:-1]].tolist() == one.anchor[:-1].tolist()
-        assert torch.allclose(one.apply(tokens.patches), two.apply(other.patches), atol=1e-6)
+        first, second = reducer.plan(tokens), reducer.plan(other)
+        assert shuffle[second.anchor[:-1]].tolist() == first.anchor[:-1].tolist()
+        assert torch.allclose(first.apply(tokens.patches), second.apply(other.patches), atol=1e-6)
 
 
 def test_very_large_and_small_keys() -> None:
     tokens = random_tokens(50, 5)
     attention, keys = tokens.signals["cls_attention_joint@+1"], tokens.signals["keys@+1"]
     plan = PruMerge(budget=9).plan(tokens)
-    huge = PruMerge(budget=9).plan(make_tokens(attention, keys * 2.0**100))  # its squares leave float32
+    huge = PruMerge(budget=9).plan(make_tokens(attention, keys * 2.0**100))  # the squares overflow float32
     assert torch.equal(huge.sources, plan.sources)
     assert len(PruMerge(budget=9).plan(make_tokens(attention, keys * 1e-30))) == 9
 

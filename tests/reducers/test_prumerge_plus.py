@@ -27,13 +27,15 @@ from torino.testing import check_reducer, sample_tokens
 def reference_samples(n: int, k: int) -> list[int]:
     """Return the samples of the released rule; the stride is a third of the inverse ratio, without the last patch."""
     ratio = k / n
-    step = int(1 / ratio + 1e-9)  # the release truncates 1 / ratio, and a float may fall short for other n than 576
+    step = int(
+        1 / ratio + 1e-9
+    )  # the release truncates 1 / ratio; for n other than 576 a float may be slightly too small
     stride = max(int(step / 3), 1)
-    found, index = [], 0
+    samples, index = [], 0
     while index < n - 1:
-        found.append(index)
+        samples.append(index)
         index += stride
-    return found
+    return samples
 
 
 def reference_plus(tokens: VisualTokens, budget: int | None, extra: bool, count: int) -> tuple[list[Row], list[int]]:
@@ -137,15 +139,15 @@ def test_no_permutation_equivariance() -> None:
     other = tokens.with_(
         patches=tokens.patches[shuffle], signals={name: value[shuffle] for name, value in tokens.signals.items()}
     )
-    one, two = (PruMergePlus(budget=20).plan(t) for t in (tokens, other))
-    assert sorted(shuffle[two.anchor[:-1]].tolist()) != one.anchor[:-1].tolist()
+    first, second = (PruMergePlus(budget=20).plan(t) for t in (tokens, other))
+    assert sorted(shuffle[second.anchor[:-1]].tolist()) != first.anchor[:-1].tolist()
 
 
 def test_equals_prumerge_if_no_samples_fit() -> None:
     tokens = random_tokens(64, 2)
     for budget in (1, 2, 3):
-        one, two = PruMergePlus(budget).plan(tokens), PruMerge(budget).plan(tokens)
-        assert plan_rows(one) == plan_rows(two)
+        first, second = PruMergePlus(budget).plan(tokens), PruMerge(budget).plan(tokens)
+        assert plan_rows(first) == plan_rows(second)
 
 
 @pytest.mark.parametrize(

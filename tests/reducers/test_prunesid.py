@@ -49,7 +49,7 @@ def reference_allocation(kept: list[int], sizes: list[int], budget: int, patches
     before, running, n = 0, 0, [0] * len(sizes)
     for g in groups:
         running += kept[g]
-        edge = round(rest * Fraction(running, sum(kept)))  # halves to even, as torch.round
+        edge = round(rest * Fraction(running, sum(kept)))  # halves to even, like torch.round
         n[g] = min(lower[g] + edge - before, upper[g])
         before = edge
     for g in sorted(groups, key=lambda g: (-kept[g], g)):
@@ -97,12 +97,12 @@ def reference(tokens: VisualTokens, budget: int, fidelity: str) -> list[int]:
     counter = 0
     while any(live):
         for g in groups:
-            mine = [i for i in range(n) if live[i] and group[i] == g]
-            if mine:
-                best = max(mine, key=lambda i: (score[i], -i))
+            members = [i for i in range(n) if live[i] and group[i] == g]
+            if members:
+                best = max(members, key=lambda i: (score[i], -i))
                 rank[best] = 1000 - counter
                 kept[g] += 1
-                for i in mine:
+                for i in members:
                     if i == best or cosine[best][i] > tau:
                         live[i] = False
         counter += 1
@@ -146,12 +146,12 @@ def test_equals_reference(kind: str, fidelity: str) -> None:
         for budget in (1, 2, 3, 4, 7, 8, 12, 16, 21, 30, 31):
             if budget == 31 and fidelity == "paper":
                 continue
-            want = reference(tokens, budget, fidelity)
-            assert len(want) == len(set(want)) == budget
-            assert native(tokens, budget, fidelity=fidelity) == want, (seed, budget)
+            expected = reference(tokens, budget, fidelity)
+            assert len(expected) == len(set(expected)) == budget
+            assert native(tokens, budget, fidelity=fidelity) == expected, (seed, budget)
             raster = make("prunesid", budget=budget, fidelity=fidelity).plan(tokens)
-            assert raster.sources.tolist() == sorted(want)
-            assert raster.role == tuple("cls" if i == 30 else "primary" for i in sorted(want))
+            assert raster.sources.tolist() == sorted(expected)
+            assert raster.role == tuple("cls" if i == 30 else "primary" for i in sorted(expected))
 
 
 def test_equals_reference_at_larger_budgets() -> None:
@@ -189,27 +189,27 @@ def test_thresholds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "sizes", "budget", "want"),
+    ("kept", "sizes", "budget", "expected"),
     [
         # ceilings 3 1 4; 7 - 3 = 4 to share: edges 1.5, 2, 4 -> 2, 2, 4
         ([3, 1, 4], [4, 1, 5], 8, [3, 1, 3]),
         # ceilings 1 1, raised to 4 2; 3 to share: edges 1.5 -> 2, 3
         ([1, 1], [6, 2], 6, [3, 2]),
-        # ceilings 5 5 5, raised to 5 5 6; shares 4 4 7 -> 4 4 6; the one that lacks comes from group 0, as 2 is full
+        # ceilings 5 5 5, raised to 5 5 6; shares 4 4 7 -> 4 4 6; group 0 gives the missing one, since 2 is full
         ([5, 5, 10], [5, 5, 20], 16, [5, 4, 6]),
-        # an empty group gives nothing
+        # an empty group gives no tokens
         ([2, 0, 2], [3, 0, 3], 5, [2, 0, 2]),
         # a budget of 65 doubles the ceiling to 10 a group: 80 in eight, no need to raise; halves of edges go to even
         ([20] * 8, [20] * 8, 65, [8] * 8),
     ],
 )
-def test_allocation_by_hand(kept: list[int], sizes: list[int], budget: int, want: list[int]) -> None:
-    assert allocate(np.array(kept), np.array(sizes), budget, budget - 1).tolist() == want
+def test_allocation_by_hand(kept: list[int], sizes: list[int], budget: int, expected: list[int]) -> None:
+    assert allocate(np.array(kept), np.array(sizes), budget, budget - 1).tolist() == expected
 
 
 @pytest.mark.parametrize(("budget", "ceiling"), [(64, 5), (65, 10)])
 def test_ceiling_of_a_large_group(budget: int, ceiling: int) -> None:
-    # 20 of 80 survivors are in the first group, whose share would be 13; the other fifteen have 4 patches each
+    # 20 of 80 kept patches are in the first group, whose share would be 13; the other fifteen have 4 patches each
     sizes = [20] + [4] * 15
     given_ = allocate(np.array(sizes), np.array(sizes), budget, budget - 1).tolist()
     assert given_[0] == ceiling
@@ -217,8 +217,8 @@ def test_ceiling_of_a_large_group(budget: int, ceiling: int) -> None:
 
 
 def test_suppression_by_hand() -> None:
-    # unit vectors at 0°, 20°, 40°, 60°: with τ = cos 30° the first takes the second, so the third survives, and takes
-    # the fourth; in two groups of their own, 0° and 40° against 20° and 60°, nothing is near
+    # unit vectors at 0°, 20°, 40°, 60°: with τ = cos 30° the first suppresses the second, so the third is kept and
+    # suppresses the fourth; in two groups, 0° and 40° against 20° and 60°, nothing is suppressed
     angle = torch.tensor([0.0, 20.0, 40.0, 60.0]).deg2rad()
     unit = torch.stack([angle.cos(), angle.sin()], 1)
     tau = math.cos(math.radians(30))
@@ -248,7 +248,7 @@ def test_identical_patches_are_selected_by_attention() -> None:
     assert plan.anchor.tolist() == [3, 4, 5, 7, -1]
     assert plan.role == ("primary",) * 4 + ("cls",)
     torch.testing.assert_close(plan.score, torch.tensor([0.9, 0.5, 0.5, 0.4, torch.nan]), equal_nan=True)
-    assert native(tokens, 5, fidelity="paper") == [0, 1, 2, 3, 4]  # no direction at all: by index
+    assert native(tokens, 5, fidelity="paper") == [0, 1, 2, 3, 4]  # without any direction, by index
 
 
 def test_orthogonal_clusters_are_all_represented() -> None:
@@ -263,8 +263,8 @@ def test_orthogonal_clusters_are_all_represented() -> None:
     group_of = {i: int(cluster[i]) for i in plan[1:]}
     assert set(group_of.values()) == {0, 1, 2, 3}
     for g, best in enumerate((8, 15, 20, 23)):
-        mine = [i for i in plan if i != 24 and group_of[i] == g]
-        assert mine == list(range(best, best - len(mine), -1))
+        members = [i for i in plan if i != 24 and group_of[i] == g]
+        assert members == list(range(best, best - len(members), -1))
 
 
 def test_patch_of_one_hot_attention_is_kept() -> None:

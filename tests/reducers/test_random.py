@@ -33,8 +33,8 @@ def drawn(patches: list[list[float]], grid: tuple[int, int], seed: int) -> list[
         total = sum(value if d % 2 == 0 else -value for d, value in enumerate(row))
         norm = sqrt(sum(value * value for value in row))
         codes.append(round(total / norm * 4) if norm else 0)
-    told = f"{seed} {grid}".encode() + b"".join(code.to_bytes(8, "little", signed=True) for code in codes)
-    number = int.from_bytes(blake2b(told, digest_size=8).digest(), "little")
+    data = f"{seed} {grid}".encode() + b"".join(code.to_bytes(8, "little", signed=True) for code in codes)
+    number = int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
     return torch.randperm(n, generator=torch.Generator().manual_seed(number)).tolist()
 
 
@@ -67,14 +67,14 @@ def test_smaller_draw_is_a_subset_of_a_larger_one() -> None:
 
 def test_draw_depends_only_on_image_and_seed() -> None:
     images = [image(seed, 64) for seed in range(6)]
-    alone = [Random(16).plan(tokens) for tokens in images]
-    assert len({tuple(plan.sources.tolist()) for plan in alone}) == 6
-    for together, plan in zip(Random(16).plan_batch(images[::-1]), alone[::-1], strict=True):
-        assert same_plan(together, plan)
+    single = [Random(16).plan(tokens) for tokens in images]
+    assert len({tuple(plan.sources.tolist()) for plan in single}) == 6
+    for batched, plan in zip(Random(16).plan_batch(images[::-1]), single[::-1], strict=True):
+        assert same_plan(batched, plan)
     others = [Random(16, seed=1).plan(tokens) for tokens in images]
-    assert all(plan.sources.tolist() != other.sources.tolist() for plan, other in zip(alone, others, strict=True))
+    assert all(plan.sources.tolist() != other.sources.tolist() for plan, other in zip(single, others, strict=True))
     on_another_grid = Random(16).plan(images[0].with_(grid=(8, 8)))
-    assert on_another_grid.sources.tolist() != alone[0].sources.tolist()
+    assert on_another_grid.sources.tolist() != single[0].sources.tolist()
 
 
 def test_rounding_errors_rarely_change_the_draw() -> None:

@@ -38,10 +38,10 @@ def reference(
         for j in range(n):
             dot = sum(a * b for a, b in zip(rows[i], rows[j], strict=True))
             cosine = dot / (norms[i] * norms[j]) if norms[i] * norms[j] else 0.0
-            # coarser than float32's error, so that what ties in exact arithmetic ties here
+            # coarser than the error of float32, so that exact ties remain ties
             similar[i][j] = Fraction(round(cosine * 1e6), 10**6)
     saliency = [sum(head[j] for head in heads) ** alpha for j in range(n)]
-    covered = [Fraction(0)] * n
+    coverage = [Fraction(0)] * n
     picked: list[int] = []
     scores: list[float] = []
     while len(picked) < budget:
@@ -49,18 +49,18 @@ def reference(
         for j in range(n):
             if j in picked:
                 continue
-            gain = sum((max(Fraction(0), similar[i][j] - covered[i]) for i in range(n)), Fraction(0))
+            gain = sum((max(Fraction(0), similar[i][j] - coverage[i]) for i in range(n)), Fraction(0))
             if float(gain) * saliency[j] > best_score:
                 best, best_score = j, float(gain) * saliency[j]
         picked.append(best)
         scores.append(best_score)
         for i in range(n):
-            covered[i] = max(covered[i], similar[i][best])
-    stands = []
+            coverage[i] = max(coverage[i], similar[i][best])
+    assigned = []
     for i in range(n):
         by = max(range(budget), key=lambda m: (picked[m] == i, similar[i][picked[m]]))
-        stands.append(by if picked[by] == i or similar[i][picked[by]] > 0 else -1)
-    return picked, scores, stands
+        assigned.append(by if picked[by] == i or similar[i][picked[by]] > 0 else -1)
+    return picked, scores, assigned
 
 
 # ---------------------------------------------------------------------- small examples
@@ -69,7 +69,7 @@ def reference(
 def test_identical_tokens_are_selected_by_attention_then_index() -> None:
     attention = torch.tensor([0.1, 0.3, 0.2, 0.4])
     tokens = image(torch.ones(4, 3), attention)
-    assert native(tokens, 4) == [3, 0, 1, 2]  # one covers all, so nothing is left to gain
+    assert native(tokens, 4) == [3, 0, 1, 2]  # one patch covers all, so there is no further gain
     plan = Scope(2, order="native").plan(tokens)
     assert plan.score.tolist() == pytest.approx([1.6, 0])
     assert plan.assigned.tolist() == [1, 0, 0, 0]
@@ -115,7 +115,7 @@ def test_negative_cosines_do_not_cover() -> None:
     assert plan.assigned.tolist() == [0, -1, -1, -1]
     everything = Scope(4, order="native").plan(image(patches, torch.full((4,), 0.25)))
     assert everything.sources.tolist() == [0, 1, 2, 3]
-    assert everything.assigned.tolist() == [0, 1, 2, 3]  # also the one of no length
+    assert everything.assigned.tolist() == [0, 1, 2, 3]  # including the zero patch
 
 
 def test_budgets_of_all_patches_and_of_one() -> None:
@@ -151,15 +151,15 @@ def test_equals_reference(kind: str, alpha: float) -> None:
     for seed, n in enumerate([1, 2, 7, 14, 20]):
         patches, attention = cases(kind, seed, n)
         for budget in sorted({1, n // 2 + 1, n}):
-            expected, scores, stands = reference(patches, attention, budget, alpha)
+            expected, scores, assigned = reference(patches, attention, budget, alpha)
             plan = Scope(budget, alpha=alpha, order="native").plan(image(patches, attention))
             assert plan.score.tolist() == pytest.approx(scores, abs=1e-4)
             assert plan.sources.tolist() == expected
-            assert plan.assigned.tolist() == stands
+            assert plan.assigned.tolist() == assigned
             raster = Scope(budget, alpha=alpha).plan(image(patches, attention))
             assert raster.sources.tolist() == sorted(expected)
             place = [sorted(expected).index(pick) for pick in expected]
-            assert raster.assigned.tolist() == [place[token] if token >= 0 else -1 for token in stands]
+            assert raster.assigned.tolist() == [place[token] if token >= 0 else -1 for token in assigned]
             assert raster.score[place].tolist() == plan.score.tolist()
 
 
@@ -170,13 +170,13 @@ def test_incremental_gains_are_exact() -> None:
     unit = torch.nn.functional.normalize(patches)
     whole = ((unit @ unit.T).clamp(0, 1) * UNIT).round().long()
     plan = Scope(150, order="native").plan(image(patches, attention))
-    covered = torch.zeros(150, dtype=torch.int64)
+    coverage = torch.zeros(150, dtype=torch.int64)
     left = torch.ones(150, dtype=torch.bool)
     for pick, score in zip(plan.sources.tolist(), plan.score.tolist(), strict=True):
-        worth = (whole - covered).clamp(min=0).sum(1) * attention[0].double() / UNIT
-        assert score == pytest.approx(float(worth[pick]), rel=1e-4, abs=1e-6)
-        assert float(worth[pick]) >= float(worth[left].max()) - 1e-5
-        covered = torch.maximum(covered, whole[pick])
+        value = (whole - coverage).clamp(min=0).sum(1) * attention[0].double() / UNIT
+        assert score == pytest.approx(float(value[pick]), rel=1e-4, abs=1e-6)
+        assert float(value[pick]) >= float(value[left].max()) - 1e-5
+        coverage = torch.maximum(coverage, whole[pick])
         left[pick] = False
 
 

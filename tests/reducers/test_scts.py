@@ -42,10 +42,10 @@ class Planted:
         return VisualTokens(torch.stack([rows, rows * 0 + 0.5], 1), (1, len(rows)))
 
 
-def plan_of(z: Dense, budget: int, **others: Any):
+def plan_of(z: Dense, budget: int, **parameters: Any):
     planted = Planted(z)
-    others = {"m": len(z[0])} | others
-    return SCTS(planted, budget, **others).plan(planted.tokens())
+    parameters = {"m": len(z[0])} | parameters
+    return SCTS(planted, budget, **parameters).plan(planted.tokens())
 
 
 # ---------------------------------------------------------------------- reference
@@ -59,7 +59,7 @@ def reference_scts(
     strongest = [sorted((j for j, v in enumerate(row) if v > 0), key=lambda j: (-row[j], j))[:m] for row in z]
     sparse = [{j: (1.0 if binary else row[j]) for j in top} for row, top in zip(z, strongest, strict=True)]
     coverage = [0.0] * len(z[0])
-    holder = [-1] * len(z[0])
+    covered_by = [-1] * len(z[0])
     picks: list[int] = []
     gains: list[float] = []
     concepts: list[int] = []
@@ -79,7 +79,7 @@ def reference_scts(
         concepts.append(max(added, key=lambda j: (added[j], -strongest[best_patch].index(j))))
         for j in added:
             coverage[j] = sparse[best_patch][j]
-            holder[j] = best_patch
+            covered_by[j] = best_patch
         picks.append(best_patch)
         gains.append(best_gain)
         roles.append("primary")
@@ -88,8 +88,8 @@ def reference_scts(
         gains.append(0.0)
         concepts.append(strongest[i][0] if strongest[i] else -1)
         roles.append("padding")
-    stands = [i if i in picks else holder[top[0]] if top else -1 for i, top in enumerate(strongest)]
-    return picks, gains, concepts, roles, stands
+    assigned = [i if i in picks else covered_by[top[0]] if top else -1 for i, top in enumerate(strongest)]
+    return picks, gains, concepts, roles, assigned
 
 
 def dense(vocabulary: int = 7, most: int = 12) -> st.SearchStrategy[Dense]:
@@ -106,7 +106,7 @@ def test_equals_reference(coverage: Any, order: Any) -> None:
     def check(z: Dense, budget: int, m: int) -> None:
         budget = min(budget, len(z))
         plan = plan_of(z, budget, m=m, coverage=coverage, order=order)
-        picks, gains, concepts, roles, stands = reference_scts(z, budget, m, coverage == "binary")
+        picks, gains, concepts, roles, assigned = reference_scts(z, budget, m, coverage == "binary")
         place = sorted(range(budget), key=lambda t: picks[t]) if order == "raster" else list(range(budget))
         assert plan.is_pruning
         assert plan.anchor.tolist() == plan.sources.tolist() == [picks[t] for t in place]
@@ -114,7 +114,7 @@ def test_equals_reference(coverage: Any, order: Any) -> None:
         assert plan.concept.tolist() == [concepts[t] for t in place]
         assert list(plan.role) == [roles[t] for t in place]
         kept = plan.anchor.tolist()
-        assert plan.assigned.tolist() == [kept.index(i) if i >= 0 else -1 for i in stands]
+        assert plan.assigned.tolist() == [kept.index(i) if i >= 0 else -1 for i in assigned]
 
     check()
 
@@ -153,7 +153,7 @@ def test_worked_example() -> None:
     assert plan.assigned.tolist() == [0, 2, 1, 3, -1]
     fewer = plan_of(z, 2)
     assert fewer.anchor.tolist() == [0, 2]
-    assert fewer.assigned.tolist() == [0, 0, 1, 0, -1]  # dog and sky are covered by 0, and nobody stands for silence
+    assert fewer.assigned.tolist() == [0, 0, 1, 0, -1]  # 0 covers dog and sky; the silent patch is not assigned
 
 
 def test_binary_coverage_counts_concepts() -> None:
@@ -181,7 +181,7 @@ def test_one_patch_of_each_cluster_is_selected_first() -> None:
     image = VisualTokens(patches, (5, 8))
     kept = SCTS(RawEmbedding(), 4, m=4, order="native").plan(image)
     assert sorted(cluster[kept.anchor].tolist()) == [0, 1, 2, 3]
-    for group in range(4):  # the strongest of each covers all of it, so nothing more can be gained
+    for group in range(4):  # the strongest patch of each cluster covers it completely
         assert int(kept.anchor[kept.concept == group]) == int((patches[:, group]).argmax())
         assert (kept.concept[kept.assigned[cluster == group]] == group).all()
     assert SCTS(RawEmbedding(), 9, m=4).plan(image).role.count("padding") == 5
@@ -229,10 +229,10 @@ def test_permutation_equivariance() -> None:
     patches = torch.randn(60, 16, generator=generator)
     shuffle = torch.randperm(60, generator=generator)
     reducer = SCTS(RawEmbedding(), 25, m=6, order="native")
-    one = reducer.plan(VisualTokens(patches, (6, 10)))
-    two = reducer.plan(VisualTokens(patches[shuffle], (6, 10)))
-    assert shuffle[two.anchor].tolist() == one.anchor.tolist()
-    assert two.concept.tolist() == one.concept.tolist()
+    first = reducer.plan(VisualTokens(patches, (6, 10)))
+    second = reducer.plan(VisualTokens(patches[shuffle], (6, 10)))
+    assert shuffle[second.anchor].tolist() == first.anchor.tolist()
+    assert second.concept.tolist() == first.concept.tolist()
 
 
 def test_gains_decrease() -> None:

@@ -55,13 +55,13 @@ def test_equals_reference(kind: str, cls: bool, steps: int | None, step_order: A
 
 def test_identical_tokens_by_hand() -> None:
     tokens = VisualTokens(torch.arange(4.0)[:, None], (2, 2), signals={"head_keys": torch.ones(4, 2)})
-    # behind CLS: sources 1 and 3, targets 0 and 2. 1 into 0 leaves [3, 0, 2]; then 0 (a generator now) goes into 3
+    # after CLS: sources 1 and 3, targets 0 and 2. 1 into 0 leaves [3, 0, 2]; then 0, now a source, is merged into 3
     assert groups(ToMe(2, steps=2).plan(tokens)) == {frozenset({0, 1, 3}), frozenset({2})}
     assert ToMe(2, steps=2).plan(tokens).anchor.tolist() == [2, 3]
     assert ToMe(2, steps=2, order="native").plan(tokens).anchor.tolist() == [3, 2]
-    # by place the sequence is [0, 2, 3], and 2 goes into 0
+    # in raster order the sequence is [0, 2, 3], and 2 is merged into 0
     assert groups(ToMe(2, steps=2, step_order="raster").plan(tokens)) == {frozenset({0, 1, 2}), frozenset({3})}
-    # in a single step both sources go into the first target
+    # in a single step both sources are merged into the first target
     assert groups(ToMe(2, steps=1).plan(tokens)) == {frozenset({0, 1, 3}), frozenset({2})}
 
 
@@ -129,17 +129,17 @@ def test_composed_steps_equal_the_plan() -> None:
     for seed in range(4):
         tokens = random_tokens(seed, (6, 6), "random")
         keys, states = tokens.signal("head_keys", "test"), tokens.patches
-        sizes, done = torch.ones(36), Reduction.identity((6, 6))
+        sizes, total = torch.ones(36), Reduction.identity((6, 6))
         for r in (6, 0, 6, 6):
             made = tome_step(keys, sizes, r)
             assert made.patches == len(keys)
             keys, states, sizes = made.apply(keys), made.apply(states), merged_sizes(made, sizes)
-            done = done.then(made)
+            total = total.then(made)
         plan = ToMe(18, steps=3, order="native").plan(tokens)
-        assert torch.equal(done.assigned, plan.assigned)
-        assert torch.equal(done.anchor, plan.anchor)
-        assert torch.equal(done.sources, plan.sources)
-        torch.testing.assert_close(done.weights, plan.weights)
+        assert torch.equal(total.assigned, plan.assigned)
+        assert torch.equal(total.anchor, plan.anchor)
+        assert torch.equal(total.sources, plan.sources)
+        torch.testing.assert_close(total.weights, plan.weights)
         torch.testing.assert_close(states, plan.apply(tokens.patches))
         assert torch.equal(sizes, plan.offsets.diff().float())
 
@@ -149,7 +149,7 @@ def test_steps_inside_a_tower(cls: bool) -> None:
     """With blocks that change the states, each step equals the reference, and the composition tracks all patches."""
     generator = torch.Generator().manual_seed(1)
     image = random_tokens(1, (5, 5), "random")
-    states, sizes, done = image.patches, torch.ones(25), Reduction.identity((5, 5))
+    states, sizes, total = image.patches, torch.ones(25), Reduction.identity((5, 5))
     reference_groups = [[patch] for patch in range(25)]
     for r in (4, 3, 12, 2):
         states = states + torch.tanh(states @ torch.randn(6, 6, generator=generator))
@@ -160,16 +160,16 @@ def test_steps_inside_a_tower(cls: bool) -> None:
         taken = min(r, (len(tokens) - 1) // 2)
         expected = drop_cls(step(tokens, taken, in_place_order=False))
         made = tome_step(keys, sizes, r, class_token=cls)
-        sizes, states, done = merged_sizes(made, sizes), made.apply(states), done.then(made)
+        sizes, states, total = merged_sizes(made, sizes), made.apply(states), total.then(made)
         assert made.anchor.tolist() == [token.place for token in expected]
         assert sizes.tolist() == [token.size for token in expected]
         torch.testing.assert_close(states, torch.tensor([token.feature for token in expected]))
         reference_groups = [
             sorted(p for member in token.members for p in reference_groups[member]) for token in expected
         ]
-    assert [(done.assigned == row).nonzero()[:, 0].tolist() for row in range(len(done))] == reference_groups
-    sums = torch.zeros(len(done)).index_add(0, done.rows, done.weights)
-    torch.testing.assert_close(sums, torch.ones(len(done)))
+    assert [(total.assigned == row).nonzero()[:, 0].tolist() for row in range(len(total))] == reference_groups
+    sums = torch.zeros(len(total)).index_add(0, total.rows, total.weights)
+    torch.testing.assert_close(sums, torch.ones(len(total)))
 
 
 def test_step_in_raster_order_and_invalid_arguments() -> None:

@@ -46,7 +46,7 @@ class Planted:
         return VisualTokens(torch.stack([rows, rows * 0 + 0.5], 1), (1, len(rows)))
 
 
-def dense(vocabulary: int = 7, most: int = 12, top: int = 3) -> st.SearchStrategy[Dense]:
+def dense(vocabulary: int = 7, max_rows: int = 12, top: int = 3) -> st.SearchStrategy[Dense]:
     """Draw activations with many zeros and ties, all exact in float32."""
     number = st.one_of(st.just(0), st.just(0), st.integers(0, top)).map(float)
     row = st.one_of(
@@ -54,7 +54,7 @@ def dense(vocabulary: int = 7, most: int = 12, top: int = 3) -> st.SearchStrateg
         st.just([0.0] * vocabulary),
         st.permutations([float(i) for i in range(vocabulary)]),
     )
-    return st.lists(row, min_size=1, max_size=most)
+    return st.lists(row, min_size=1, max_size=max_rows)
 
 
 def rows_of(plan: Reduction) -> list[oracle.Row]:
@@ -132,7 +132,7 @@ def test_dynamic_plans_equal_algorithm_1(mode: str, k: int, delta: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_fixed_budgets_equal_algorithm_2(mode: str, k: int, delta: int) -> None:
     @settings(max_examples=12)
-    @given(dense(most=8), st.sampled_from(RULES))
+    @given(dense(max_rows=8), st.sampled_from(RULES))
     def check(z: Dense, silent: str) -> None:
         sae = Planted(z)
         groups = len(oracle.grouped(z, k, delta, silent))
@@ -233,7 +233,7 @@ def test_pruning_and_merging_give_the_same_anchors(z: Dense, k: int, data: st.Da
     assert primary[0] == primary[1]
 
 
-@given(st.lists(dense(vocabulary=5, most=6), min_size=1, max_size=4), st.data())
+@given(st.lists(dense(vocabulary=5, max_rows=6), min_size=1, max_size=4), st.data())
 def test_batch_equals_single_images(images: list[Dense], data: st.DataObject) -> None:
     sae = Planted([row for z in images for row in z])
     ends = [0]
@@ -251,14 +251,14 @@ def test_batch_equals_single_images(images: list[Dense], data: st.DataObject) ->
     name = data.draw(st.sampled_from(list(MODES.values())))
     reducer = make(name, sae=sae, **parameters)
     try:
-        alone = [reducer.plan(image) for image in tokens]
+        single = [reducer.plan(image) for image in tokens]
     except UnmetBudget:
         with pytest.raises(UnmetBudget):
             reducer.plan_batch(tokens)
         return
-    together = reducer.plan_batch(tokens)
-    assert len(together) == len(images)
-    assert all(same(one, other) for one, other in zip(together, alone, strict=True))
+    batched = reducer.plan_batch(tokens)
+    assert len(batched) == len(images)
+    assert all(same(first, second) for first, second in zip(batched, single, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["relu", "jumprelu"])
@@ -275,11 +275,11 @@ def test_batch_of_random_images_equals_single_images(kind: Any, normalize: Any) 
     for name in MODES.values():
         for parameters in ({}, {"k": 3, "delta": 2, "order": "native"}, {"k": 1, "delta": 1, "budget": 1}):
             reducer = make(name, sae=sae, **parameters)
-            together = reducer.plan_batch(images)
-            assert all(same(plan, reducer.plan(image)) for plan, image in zip(together, images, strict=True))
+            batched = reducer.plan_batch(images)
+            assert all(same(plan, reducer.plan(image)) for plan, image in zip(batched, images, strict=True))
             values = [image.patches for image in images]
-            packed = together.apply(values)
-            for got, plan, value in zip(packed, together, values, strict=True):
+            packed = batched.apply(values)
+            for got, plan, value in zip(packed, batched, values, strict=True):
                 assert torch.equal(got, plan.apply(value))
 
 
@@ -318,7 +318,7 @@ def planted_sae(**options: Any) -> tuple[SAE, Tensor, Tensor]:
     return SAE(w, b_dec=shift, **options), basis, shift
 
 
-@given(dense(vocabulary=8, most=10), st.integers(1, 5), st.data())
+@given(dense(vocabulary=8, max_rows=10), st.integers(1, 5), st.data())
 def test_plans_with_an_sae(z: Dense, k: int, data: st.DataObject) -> None:
     sae, basis, shift = planted_sae()
     delta, silent = data.draw(st.integers(1, k)), data.draw(st.sampled_from(RULES))
@@ -412,7 +412,7 @@ def test_scales(scale: str) -> None:
     by_hand = {"log": (1 + math.log(5)) / 5, "mean": 0.2, "sqrt": 5**-0.5, "sum": 1.0}[scale]
     assert plan.weights[:5].tolist() == pytest.approx([by_hand] * 5, rel=1e-6)
     assert plan.offsets.tolist() == [0, 5, 7, 8]
-    assert plan.weights[7] == 1  # whatever the scale, a patch alone stays as it is
+    assert plan.weights[7] == 1  # a group of one patch is not scaled
 
 
 def test_pruned_tokens_equal_patches() -> None:

@@ -116,10 +116,10 @@ def test_contextual_rows_sum_to_two() -> None:
     plan = VisionZip(192).plan(tokens)
     sums = torch.zeros(192).index_add(0, plan.rows, plan.weights)
     context = torch.tensor([role == "context" for role in plan.role])
-    alone = plan.offsets.diff() == 1
+    single = plan.offsets.diff() == 1
     assert plan.role.count("context") == 30
     assert plan.role.count("cls") == 1
-    torch.testing.assert_close(sums[context & ~alone], torch.full(((context & ~alone).sum(),), 2.0))
+    torch.testing.assert_close(sums[context & ~single], torch.full(((context & ~single).sum(),), 2.0))
     assert (sums[~context] == 1).all()
     paper = VisionZip(192, fidelity="paper").plan(tokens)
     torch.testing.assert_close(torch.zeros(192).index_add(0, paper.rows, paper.weights), torch.ones(192))
@@ -132,7 +132,7 @@ def test_identical_tokens_are_merged_into_the_first() -> None:
 
 
 def test_four_orthogonal_clusters() -> None:
-    # the first four patches are dominant; the rest lie cluster by cluster, so that there is a target in each
+    # the first four patches are dominant; the rest are ordered by cluster, so that each has one target
     tokens = hand([1.0] * 4 + [0.0] * 16, torch.cat([torch.eye(4), torch.eye(4).repeat_interleave(4, 0)]))
     plan = VisionZip(9, contextual=4, order="native").plan(tokens)
     assert plan.anchor.tolist() == [-1, 0, 1, 2, 3, 4, 8, 12, 16]
@@ -149,18 +149,20 @@ def test_budget_of_all_tokens_is_the_identity() -> None:
 
 def test_no_permutation_equivariance() -> None:
     tokens = random_tokens(2, (4, 4), "random")
-    turn = torch.arange(16).roll(3)
-    turned = VisualTokens(
-        tokens.patches[turn],
+    order = torch.arange(16).roll(3)
+    permuted_tokens = VisualTokens(
+        tokens.patches[order],
         (4, 4),
         cls=tokens.cls,
-        cls_attention=tokens.signal("cls_attention", "test")[:, turn],
-        signals={"head_keys": tokens.signal("head_keys", "test")[turn]},
+        cls_attention=tokens.signal("cls_attention", "test")[:, order],
+        signals={"head_keys": tokens.signal("head_keys", "test")[order]},
     )
     reducer = VisionZip(6, contextual=3, order="native")
-    here, there = reducer.plan(tokens), reducer.plan(turned)
-    assert set(turn[there.anchor[1:3]].tolist()) == set(here.anchor[1:3].tolist())  # the dominant are the same
-    assert set(turn[there.anchor[3:]].tolist()) != set(here.anchor[3:].tolist())  # the targets are not
+    original, permuted = reducer.plan(tokens), reducer.plan(permuted_tokens)
+    assert set(order[permuted.anchor[1:3]].tolist()) == set(
+        original.anchor[1:3].tolist()
+    )  # the dominant patches are the same
+    assert set(order[permuted.anchor[3:]].tolist()) != set(original.anchor[3:].tolist())  # the targets are not
 
 
 @pytest.mark.parametrize("budget", [3, 5, 7, 15, 16])

@@ -20,7 +20,7 @@ def image(patches: Tensor, attention: Tensor) -> VisualTokens:
     return VisualTokens(patches, (1, len(patches)), cls_attention=attention.reshape(-1, len(patches)))
 
 
-def falling(n: int) -> Tensor:
+def descending(n: int) -> Tensor:
     return torch.arange(n, 0, -1.0) / 1024
 
 
@@ -28,10 +28,10 @@ def native(tokens: VisualTokens, budget: int, ratio: float = 0.5) -> list[int]:
     return VisPruner(budget, ratio, order="native").plan(tokens).sources.tolist()
 
 
-def cosine(one: list[float], two: list[float]) -> float:
-    length = sqrt(sum(a * a for a in one)) * sqrt(sum(b * b for b in two))
-    # rounded, so that what ties in exact arithmetic ties here
-    return round(sum(a * b for a, b in zip(one, two, strict=True)) / length, 12) if length else 0.0
+def cosine(first: list[float], second: list[float]) -> float:
+    length = sqrt(sum(a * a for a in first)) * sqrt(sum(b * b for b in second))
+    # rounded, so that exact ties remain ties
+    return round(sum(a * b for a, b in zip(first, second, strict=True)) / length, 12) if length else 0.0
 
 
 def reference(
@@ -44,9 +44,9 @@ def reference(
     ranked = sorted(range(n), key=lambda i: (-mean[i], i))
     important, residual = ranked[: int(budget * ratio)], ranked[int(budget * ratio) :]
     expected = budget - len(important)
-    went: dict[int, int] = {}
+    represented_by: dict[int, int] = {}
     if expected == 0:
-        return important, [], went
+        return important, [], represented_by
     while len(residual) > expected:
         excess = min(8, len(residual) - expected)
         evens = [residual[p] for p in range(len(residual)) if p % 2 == 0]
@@ -59,9 +59,9 @@ def reference(
             partner.append(odds[values.index(max(values))])
         by_similarity = sorted(range(len(evens)), key=lambda p: (-best[p], p))
         for p in by_similarity[:excess]:
-            went[evens[p]] = partner[p]
+            represented_by[evens[p]] = partner[p]
         residual = [evens[p] for p in by_similarity[excess:]] + odds
-    return important, residual, went
+    return important, residual, represented_by
 
 
 # ---------------------------------------------------------------------- small examples
@@ -70,19 +70,19 @@ def reference(
 def test_identical_tokens() -> None:
     # important: 0, 1. Others 2..9: evens 2 4 6 8, of which the first four are dropped; odds 3 5 7 9; then
     # evens 3 7, odds 5 9: both evens are dropped
-    tokens = image(torch.ones(10, 3), falling(10))
+    tokens = image(torch.ones(10, 3), descending(10))
     assert native(tokens, 4) == [0, 1, 5, 9]
     plan = VisPruner(4).plan(tokens)
     assert plan.role == ("primary", "primary", "diverse", "diverse")
-    # 2, 4, 6, 8 went for 3, the first of the odds; 3 and 7 for 5
+    # 2, 4, 6, 8 are represented by 3, the first odd patch; 3 and 7 by 5
     assert plan.assigned.tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 2, 3]
 
 
 def test_only_duplicates_are_dropped() -> None:
-    # others 0..5 by attention: evens 0 2 4, odds 1 3 5; 2 and 3 are alike, all else is orthogonal
+    # others 0..5 by attention: evens 0 2 4, odds 1 3 5; 2 and 3 are equal, all others are orthogonal
     patches = torch.eye(6)
     patches[3] = patches[2]
-    plan = VisPruner(5, important_ratio=0, order="native").plan(image(patches, falling(6)))
+    plan = VisPruner(5, important_ratio=0, order="native").plan(image(patches, descending(6)))
     assert plan.sources.tolist() == [0, 4, 1, 3, 5]
     assert plan.assigned.tolist() == [0, 2, 3, 3, 1, 4]
     assert set(plan.role) == {"diverse"}
@@ -90,8 +90,8 @@ def test_only_duplicates_are_dropped() -> None:
 
 def test_four_orthogonal_clusters() -> None:
     label = torch.tensor([0, 1, 2, 3] * 4)
-    kept = VisPruner(4, important_ratio=0).plan(image(torch.eye(4)[label], falling(16)))
-    # evens 0 2 4 .. are of clusters 0 and 2, odds of 1 and 3: nothing is alike, and the first eight evens go
+    kept = VisPruner(4, important_ratio=0).plan(image(torch.eye(4)[label], descending(16)))
+    # the even set has clusters 0 and 2, the odd set 1 and 3: no patches are similar, and the first eight are dropped;
     # after that, the odds 1 3 5 7 9 11 13 15: evens 1 5 9 13, odds 3 7 11 15
     assert kept.sources.tolist() == [3, 7, 11, 15]
 
@@ -104,7 +104,7 @@ def test_one_hot_attention() -> None:
 
 
 def test_number_of_important_patches_is_rounded_down() -> None:
-    tokens = image(torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), falling(30))
+    tokens = image(torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), descending(30))
     for budget, ratio, important in [(1, 0.5, 0), (2, 0.5, 1), (7, 0.5, 3), (8, 0.75, 6), (9, 0.0, 0), (9, 1.0, 9)]:
         plan = VisPruner(budget, ratio).plan(tokens)
         assert plan.role.count("primary") == important
@@ -155,15 +155,15 @@ def test_equals_reference(kind: str, ratio: float) -> None:
     for seed, n in enumerate([1, 2, 5, 16, 31, 47]):
         patches, attention = cases(kind, seed, n)
         for budget in sorted({1, 2, n // 3 + 1, n // 2 + 1, n} & set(range(1, n + 1))):
-            important, diverse, went = reference(patches, attention, budget, ratio)
+            important, diverse, represented_by = reference(patches, attention, budget, ratio)
             plan = VisPruner(budget, ratio, order="native").plan(image(patches, attention))
             assert plan.sources.tolist() == important + diverse
             assert plan.role == ("primary",) * len(important) + ("diverse",) * len(diverse)
             for patch in range(n):
-                stands = patch
-                while stands in went:
-                    stands = went[stands]
-                where = (important + diverse).index(stands) if stands in important + diverse else -1
+                representative = patch
+                while representative in represented_by:
+                    representative = represented_by[representative]
+                where = (important + diverse).index(representative) if representative in important + diverse else -1
                 assert int(plan.assigned[patch]) == where
             raster = VisPruner(budget, ratio).plan(image(patches, attention))
             assert raster.sources.tolist() == sorted(important + diverse)
@@ -209,8 +209,11 @@ def test_permutation_equivariance_without_attention_ties() -> None:
 def test_no_permutation_equivariance_with_attention_ties() -> None:
     generator = torch.Generator().manual_seed(0)
     patches, order = torch.randn(50, 8, generator=generator), torch.randperm(50, generator=generator)
-    one, two = native(image(patches, torch.ones(50)), 21, 0.0), native(image(patches[order], torch.ones(50)), 21, 0.0)
-    assert {int(order[pick]) for pick in two} != set(one)
+    first, second = (
+        native(image(patches, torch.ones(50)), 21, 0.0),
+        native(image(patches[order], torch.ones(50)), 21, 0.0),
+    )
+    assert {int(order[pick]) for pick in second} != set(first)
 
 
 # ---------------------------------------------------------------------- contract and errors

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from torino.reducers import base
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "research" / "reducers"))
 _bundled = dict(base._registry)
 
 import torino_steps  # noqa: E402, F401 (registers itself)
 import torino_x_ablations  # noqa: E402, F401 (registers itself)
 
 _with_ablations = dict(base._registry)
-for name in _with_ablations.keys() - _bundled.keys():
-    del base._registry[name]
+for _name in _with_ablations.keys() - _bundled.keys():
+    del base._registry[_name]
 
 
 @pytest.fixture(autouse=True)

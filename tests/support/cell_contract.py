@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -32,15 +31,6 @@ from torino.vlm import ReducingProcessor, adapter_for, reduced
 
 class CellAdapterContract:
     """Tests that every cell adapter must pass; a subclass defines the fixture ``family``."""
-
-    @pytest.fixture(scope="class", autouse=True)
-    @classmethod
-    def one_thread(cls) -> Iterator[None]:
-        """Use one thread; models this small are slower with more."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(before)
 
     @pytest.fixture(scope="class")
     @classmethod

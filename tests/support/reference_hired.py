@@ -30,15 +30,15 @@ def reference_shares(
     content = sorted(reference_top_attention(attention.reshape(-1, n), int(n * (1 - alpha))))
     count = [[0] * across for _ in range(down)]
     for patch in content:
-        if fidelity == "released":  # the place of a flat index in an array of shape (down, across, rest)
+        if fidelity == "released":  # index of a flat position in an array of shape (down, across, rest)
             rest = n // (down * across)
             count[patch // (across * rest)][patch // rest % across] += 1
         else:
             row, column = divmod(patch, columns)
             high, left = Fraction(2 * row + 1, 2 * rows), Fraction(2 * column + 1, 2 * columns)
             count[int(high * down)][int(left * across)] += 1
-    found = [value for row in count for value in row]
+    per_tile = [value for row in count for value in row]
     full = min(int(budget * alpha), n)
-    rest_of_budget = min(budget - full, len(found) * n)
-    weights = found if sum(found) else [1] * len(found)
-    return found, [full, *[min(int(Fraction(w, sum(weights)) * rest_of_budget), n) for w in weights]]
+    rest_of_budget = min(budget - full, len(per_tile) * n)
+    weights = per_tile if sum(per_tile) else [1] * len(per_tile)
+    return per_tile, [full, *[min(int(Fraction(w, sum(weights)) * rest_of_budget), n) for w in weights]]

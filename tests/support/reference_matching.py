@@ -52,7 +52,7 @@ def step(tokens: list[Token], r: int, *, in_place_order: bool, penalty: float = 
     """Run one bipartite matching step that removes r tokens."""
     has_cls = tokens[0].place == -1
     evens, odds = range(0, len(tokens), 2), range(1, len(tokens), 2)
-    found: list[tuple[float, int, int]] = []  # minus the score, the generator, its target
+    matches: list[tuple[float, int, int]] = []  # negative score, source, target
     for a in evens:
         best, target = -math.inf, -1
         for b in odds:
@@ -62,16 +62,16 @@ def step(tokens: list[Token], r: int, *, in_place_order: bool, penalty: float = 
         score = f32(best - penalty * tokens[a].attention)
         if has_cls and a == 0:
             score = -math.inf
-        found.append((-score, a, target))
-    found.sort()
-    gone = {a: b for _, a, b in found[:r]}
-    assert not has_cls or 0 not in gone
+        matches.append((-score, a, target))
+    matches.sort()
+    merged = {a: b for _, a, b in matches[:r]}
+    assert not has_cls or 0 not in merged
 
     after: dict[int, Token] = {}
     for position, token in enumerate(tokens):
-        if position in gone:
+        if position in merged:
             continue
-        group = [token, *[tokens[a] for a, b in gone.items() if b == position]]
+        group = [token, *[tokens[a] for a, b in merged.items() if b == position]]
         sizes = [t.size for t in group]
         after[position] = Token(
             token.place,
@@ -83,7 +83,7 @@ def step(tokens: list[Token], r: int, *, in_place_order: bool, penalty: float = 
         )
     if in_place_order:
         return list(after.values())
-    left = [a for _, a, _ in found[r:]]
+    left = [a for _, a, _ in matches[r:]]
     return [after[position] for position in [*(sorted(left) if has_cls else left), *odds]]
 
 

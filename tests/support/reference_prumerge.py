@@ -35,10 +35,10 @@ def random_tokens(n: int, seed: int, kind: str = "random", width: int = 8) -> Vi
 
 
 def reference_percentile(values: list[float], share: float) -> float:
-    ordered, place = sorted(values), share * (len(values) - 1)
-    low = math.floor(place)
+    ordered, position = sorted(values), share * (len(values) - 1)
+    low = math.floor(position)
     high = min(low + 1, len(values) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
 def reference_outliers(a: list[float]) -> int:
@@ -50,9 +50,9 @@ def reference_outliers(a: list[float]) -> int:
     return count
 
 
-def reference_cosine(one: list[float], two: list[float]) -> float:
-    size = math.sqrt(math.fsum(v * v for v in one)) * math.sqrt(math.fsum(v * v for v in two))
-    return math.fsum(v * w for v, w in zip(one, two, strict=True)) / size if size else 0.0
+def reference_cosine(first: list[float], second: list[float]) -> float:
+    size = math.sqrt(math.fsum(v * v for v in first)) * math.sqrt(math.fsum(v * v for v in second))
+    return math.fsum(v * w for v, w in zip(first, second, strict=True)) / size if size else 0.0
 
 
 def reference_merge(
@@ -84,8 +84,8 @@ def reference_merge(
 def in_output_order(rows: list[Row], assigned: list[int], order: str) -> tuple[list[Row], list[int]]:
     if order == "native":
         return rows, assigned
-    place = sorted(range(len(rows)), key=lambda m: rows[m][1] if rows[m][1] >= 0 else math.inf)
-    return [rows[m] for m in place], [place.index(m) if m >= 0 else -1 for m in assigned]
+    row_order = sorted(range(len(rows)), key=lambda m: rows[m][1] if rows[m][1] >= 0 else math.inf)
+    return [rows[m] for m in row_order], [row_order.index(m) if m >= 0 else -1 for m in assigned]
 
 
 def reference_prumerge(
@@ -110,6 +110,6 @@ def plan_rows(plan: Reduction) -> list[Row]:
 
 def with_prumerge_signals(images: list[VisualTokens]) -> list[VisualTokens]:
     return [
-        one.with_(signals=random_tokens(len(one), seed).signals)  # keys of another width than the patches
-        for seed, one in enumerate(images)
+        image.with_(signals=random_tokens(len(image), seed).signals)  # the width of the keys differs from the patches
+        for seed, image in enumerate(images)
     ]

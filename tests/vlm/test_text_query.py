@@ -416,7 +416,10 @@ def test_command(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "question" in capsys.readouterr().out
     for changes, message in (
         ({}, r"cdpruner chooses patches by the question.*--clip openai/clip-vit-large-patch14-336"),
-        ({"clip": str(home / "clip"), "method": "random"}, "random does not read the question"),
+        (
+            {"clip": str(home / "clip"), "method": "random"},
+            "random does not read the question, so --clip has no effect",
+        ),
         ({"clip": str(home / "clip"), "method": "none", "budget": None}, "none does not read the question"),
         ({"clip": str(tmp_path / "missing" / "clip")}, "There is no folder"),
         ({"clip": str(home / "llava")}, "is not a CLIP with a text tower"),

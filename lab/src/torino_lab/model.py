@@ -28,7 +28,7 @@ CHAT = (
 
 
 def lab_source(name: str | os.PathLike[str]) -> Path | None:
-    """Where what was trained is, if the name stands for the lab's model or for a folder of ``scripts/train_lab.py``."""
+    """Where what was trained is, if the name stands for the lab's model or for a folder of ``lab/scripts/train_lab.py``."""
     if name == "lab":
         return SHIPPED
     path = Path(name).expanduser()
@@ -46,7 +46,7 @@ def lab_folder(shipped: Path = SHIPPED) -> Path:
     """
     reader = shipped / READER
     if not reader.is_file():
-        raise BadFile(f"There is no {reader}. The lab's model is made by scripts/train_lab.py.")
+        raise BadFile(f"There is no {reader}. The lab's model is made by lab/scripts/train_lab.py.")
     # another reader, another folder: what is kept never goes stale
     folder = cache_dir() / f"torino-lab-{hashlib.sha256(reader.read_bytes()).hexdigest()[:12]}"
     if folder.is_dir():

@@ -28,6 +28,7 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 LAB = "lab"
 """The default model, from the optional package torino-lab."""
 NO_SAE = "none"
+PLACEHOLDER_BUDGET = 1 << 20  # of a reducer whose budget KeepShare sets for each image
 
 # The same choices as in torino.vlm and torino.datasets, which need torch.
 PaddingChoice = Literal["crop", "square"]
@@ -114,7 +115,7 @@ def load_sae(name: str, levels: int | None = None, device: Any = "cpu", *, decod
         if levels is not None:
             raise BadParameter("--levels selects Matryoshka levels of an SAE, and --sae is none. Omit one of them.")
         return RawEmbedding()
-    package = find_package(name) if re.fullmatch(r"[\w-]+", name) and not Path(name).exists() else None
+    package = find_package(name)
     if package is not None:
         if package.sae is None:
             raise BadParameter(f"The model package {name!r} has no SAE. Give a folder, a file or a hub repository.")
@@ -124,12 +125,17 @@ def load_sae(name: str, levels: int | None = None, device: Any = "cpu", *, decod
     return (loaded if levels is None else loaded.first(levels)).to(device)
 
 
-def reads_concepts(method: str) -> bool:
-    """Return whether a method, by name or spec, reads concepts of an SAE."""
+def takes_parameter(method: str, parameter: str) -> bool:
+    """Return whether a method, by name or spec, has a parameter."""
     from torino.reducers import get
 
     kind = get(method.partition("(")[0].strip())
-    return is_dataclass(kind) and "sae" in {field.name for field in fields(kind)}
+    return is_dataclass(kind) and parameter in {field.name for field in fields(kind)}
+
+
+def reads_concepts(method: str) -> bool:
+    """Return whether a method, by name or spec, reads concepts of an SAE."""
+    return takes_parameter(method, "sae")
 
 
 def default_sae(method: str, model: str | None) -> str | None:
@@ -185,6 +191,8 @@ def build_reducer_with_budget(
     if share is not None and budget is not None:
         raise BadParameter("Give --budget or --keep, not both.")
     k, delta = (None, None) if kd is None else parse_pair(kd)
+    if share is not None and takes_parameter(method, "budget"):
+        budget = PLACEHOLDER_BUDGET
     reducer = build_reducer(method, sae, levels, {"k": k, "delta": delta, "budget": budget}, device)
     return reducer if share is None else KeepShare(reducer, share)
 

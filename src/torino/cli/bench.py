@@ -205,7 +205,14 @@ def _settings(
     with_clip: bool,
 ) -> tuple[list[Setting], list[str]]:
     """Return the settings that the options describe, and notes about what 'all' leaves out."""
-    from torino.evaluation.protocol import FULL, dynamic_settings, fixed_settings, has_parameter, own_settings
+    from torino.evaluation.protocol import (
+        FULL,
+        dynamic_settings,
+        fixed_settings,
+        has_parameter,
+        own_settings,
+        split_specs,
+    )
     from torino.reducers import get, list_reducers
 
     words, notes = split_list(methods), list[str]()

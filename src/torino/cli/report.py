@@ -26,7 +26,7 @@ REPORT_EPILOG = examples(
 PLOT_EPILOG = examples(
     "torino plot runs/llava -o figures",
     "torino plot runs/x4 runs/x64 --kind pareto -o figures",
-    "torino plot runs/llava --kind qualitative --tier 64 --samples POPE:3,GQA:17 -o figures",
+    "torino plot runs/llava --kind qualitative --samples POPE:3,GQA:17 -o figures",
     "torino plot bench.json --format pdf -o figures",
     "# the paper's own tables",
     "torino plot paper -o figures",

@@ -38,8 +38,7 @@ class Reducer(ABC):
     shares_views: ClassVar[bool] = False
     """Whether all views of an image share one budget (see :meth:`plan_views`) instead of having one each."""
     in_tower: ClassVar[bool] = False
-    """Whether the method works inside a tower and ``needs`` signals of its blocks, see :mod:`torino.reducers.in_tower`.
-    """
+    """Whether the method works inside a tower (:mod:`torino.reducers.in_tower`) and ``needs`` signals of its blocks."""
     always_shown: ClassVar[tuple[str, ...]] = ()
     """Hyperparameters that the spec includes even if they have their default values."""
     emits_cls: ClassVar[bool] = False

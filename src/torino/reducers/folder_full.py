@@ -19,7 +19,7 @@ from torino.reducers.folder import plan_removals
 @register("folder-full")
 @dataclass(frozen=True)
 class FolderFull(Reducer):
-    """Merge by attention keys, with a penalty for patches of high CLS attention (FOLDER for LLaVA).
+    """Merge by attention keys and protect patches of high CLS attention (FOLDER for LLaVA).
 
     This is the form of FOLDER released for LLaVA. Sources and targets are matched as in ``folder``, with a CLS token in
     front, by cos(key_a, key_b) of the keys averaged over heads. Sources are ranked by that similarity minus

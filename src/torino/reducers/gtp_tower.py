@@ -22,7 +22,7 @@ from torino.reducers.in_tower import TowerReducer, TowerState, schedule_removals
 @register("gtp-tower")
 @dataclass(frozen=True)
 class GTPTower(TowerReducer):
-    """Propagate the least important tokens to their neighbors in every block of the tower (GTP-ViT).
+    """Propagate the least important tokens to their neighbors in every tower block (GTP-ViT).
 
     The graph Â of ``gtp`` is built once, from the input of the first block. In every block up to and including the
     feature layer, between attention and MLP, the P tokens of lowest max_h A_ii × max_h Σ_q A_qi are propagated to the

@@ -22,7 +22,7 @@ from torino.reducers.base import Fidelity, Order, Reducer, register
 @register("hiprune")
 @dataclass(frozen=True)
 class HiPrune(Reducer):
-    """Keep anchors of a middle block, their neighbors, and registers of the last block (HiPrune).
+    """Keep anchors of a middle block, their neighbors, and registers of a deep block (HiPrune).
 
     The score of a patch in a block is the attention it receives there, averaged over heads and queries, so no CLS token
     is needed. Of the budget B,

@@ -17,7 +17,7 @@ from torino.reducers.prumerge import PruMerge, count_outliers
 @register("prumerge-plus")
 @dataclass(frozen=True)
 class PruMergePlus(PruMerge):
-    """Add evenly spaced patches to the centers of PruMerge, then merge in the same way (PruMerge+).
+    """Add evenly spaced patches to the centers of PruMerge, then merge likewise (PruMerge+).
 
     Given the k attention centers of PruMerge, the patches 0, s, 2s, … below N - 1 that are not centers yet become
     centers too, about three per attention center, with s = ⌊⌊N / k⌋ / 3⌋ and at least 1. The last patch is never

@@ -32,7 +32,7 @@ TIE = 1e-4  # in patches: gains that differ by less count as equal, for any orde
 @register("torino-x")
 @dataclass(frozen=True)
 class TorinoX(Reducer):
-    """Select patches one by one so that their concepts cover those of all other patches (TORINO-X).
+    """Select patches one by one so that their concepts cover all other patches (TORINO-X).
 
     Each patch has a sparse code: its ``concepts`` strongest latents as a vector of length 1. The overlap o(i, j) of two
     patches is the product of their codes times exp(−d²/2r²), where d is their distance in patches and r = ``locality``

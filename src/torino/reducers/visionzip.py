@@ -22,7 +22,7 @@ from torino.reducers.base import Fidelity, Order, Reducer, register
 @register("visionzip")
 @dataclass(frozen=True)
 class VisionZip(Reducer):
-    """Keep CLS and the patches it attends to most; merge the rest into contextual tokens (VisionZip).
+    """Keep CLS and its most attended patches; merge the rest into context tokens (VisionZip).
 
     Of a budget of B tokens, M are contextual and D = B − M dominant. Dominant are the CLS token and the D − 1 patches
     of highest CLS attention, summed over heads. Of the R remaining patches, in raster order, every (R//M)-th is a

@@ -25,7 +25,7 @@ DROPPED_PER_ROUND = 8
 @register("vispruner")
 @dataclass(frozen=True)
 class VisPruner(Reducer):
-    """Keep the most attended patches and, of the others, those that are not duplicates (VisPruner).
+    """Keep the most attended patches, plus others that are not duplicates (VisPruner).
 
     1. The int(B·r) patches of highest CLS attention are important, where r is ``important_ratio``.
     2. The others, by descending attention, are split alternately into an even and an odd set. Even patches are ranked

@@ -66,10 +66,10 @@ def model_package(name: str | os.PathLike[str]) -> ModelPackage | None:
     """
     entry = model_packages().get(str(name))
     if entry is None:
-        if str(name) == "lab" and not Path(name).is_dir():
+        if str(name) == "lab":
             raise TorinoError(
                 "The model 'lab' comes with the package torino-lab, which is not installed. Install it with "
-                'pip install "torino[lab]", or give another model: --model owner/repository.'
+                'pip install "torino[lab]", or give another model: owner/repository, or ./lab for a folder.'
             )
         return None
     try:

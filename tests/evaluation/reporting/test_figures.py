@@ -80,8 +80,10 @@ def examples() -> list[FigureExample]:
 
 def boxes(axes: Any) -> list[tuple[float, float]]:
     """Lower and upper edges of the boxes that are filled with a colour."""
-    found = [one for one in axes.patches if isinstance(one, Rectangle) and to_hex(one.get_facecolor()) != "#ffffff"]
-    return [(one.get_y(), one.get_y() + one.get_height()) for one in found]
+    filled = [
+        item for item in axes.patches if isinstance(item, Rectangle) and to_hex(item.get_facecolor()) != "#ffffff"
+    ]
+    return [(item.get_y(), item.get_y() + item.get_height()) for item in filled]
 
 
 def texts(figure: Any) -> list[str]:
@@ -139,22 +141,22 @@ def test_legend_names_several_saes(summary: dict[str, Any]) -> None:
 
 def test_points_have_the_values_of_the_summary(summary: dict[str, Any]) -> None:
     points = collect_points([summary])
-    one = next(point for point in points if (point.tier, point.label) == ("2,2", "TORINO-M"))
+    item = next(point for point in points if (point.tier, point.label) == ("2,2", "TORINO-M"))
     row = next(row for row in summary["tiers"][1]["rows"] if row["label"] == "TORINO-M")
-    assert (one.tokens, one.relative, one.low) == (row["tokens"], row["relative"]["value"], row["relative"]["low"])
-    assert (one.sae, one.size, one.fixed) == ("x4", 4096, False)
+    assert (item.tokens, item.relative, item.low) == (row["tokens"], row["relative"]["value"], row["relative"]["low"])
+    assert (item.sae, item.size, item.fixed) == ("x4", 4096, False)
     twice = collect_points([summary, {**summary, "name": "other"}])
     assert {point.sae for point in twice if point.method == "torino-m"} == {"llava: x4", "other: x4"}
 
 
 def test_paper_points_are_marked_as_printed() -> None:
     points = paper_points()
-    assert all(one.printed for one in points)
-    best = max((one for one in points if not one.fixed), key=lambda one: one.relative)
+    assert all(item.printed for item in points)
+    best = max((item for item in points if not item.fixed), key=lambda item: item.relative)
     assert (best.sae, best.tier) == ("ε = 4", "3,3")
-    last = next(one for one in points if (one.label, one.sae, one.tier) == ("TORINO-P", "ε = 16", "1,1"))
+    last = next(item for item in points if (item.label, item.sae, item.tier) == ("TORINO-P", "ε = 16", "1,1"))
     assert last.relative == pytest.approx(72.7, abs=0.05)  # the collapse that the paper's text speaks of
-    sizes = {one.size for one in points}
+    sizes = {item.size for item in points}
     assert sizes == {1, 2, 4, 8, 16, 64}
     assert "figures printed in the paper" in texts(plot_pareto(points))
 
@@ -162,22 +164,22 @@ def test_paper_points_are_marked_as_printed() -> None:
 def test_pareto_draws_a_curve_per_sae_and_variant(summary: dict[str, Any]) -> None:
     (axes,) = plot_pareto(collect_points([summary])).axes
     curves = [line for line in axes.lines if len(line.get_xdata()) == 3]
-    dynamic = [one for one in collect_points([summary]) if not one.fixed and one.method == "torino-p"]
-    assert sorted(dynamic, key=lambda one: one.tokens)[0].relative in [line.get_ydata()[0] for line in curves]
+    dynamic = [item for item in collect_points([summary]) if not item.fixed and item.method == "torino-p"]
+    assert sorted(dynamic, key=lambda item: item.tokens)[0].relative in [line.get_ydata()[0] for line in curves]
     assert {"TORINO-P", "TORINO-M", "(1, 1)", "(3, 3)"} <= set(texts(axes.figure))
     (axes,) = plot_pareto(paper_points()).axes
     curves = [line for line in axes.lines if len(line.get_xdata()) == 3]
     assert len(curves) == 12
     with pytest.raises(BadParameter, match="no dynamic TORINO"):
-        plot_pareto([one for one in paper_points() if one.fixed])
+        plot_pareto([item for item in paper_points() if item.fixed])
 
 
 def test_frontier_dominates_all_points() -> None:
-    points = [one for one in paper_points() if one.method.startswith("torino-") and not one.fixed]
+    points = [item for item in paper_points() if item.method.startswith("torino-") and not item.fixed]
     (axes,) = plot_pareto(points).axes
     frontier = axes.lines[0]
     for x, y in zip(frontier.get_xdata(), frontier.get_ydata(), strict=True):
-        assert not [one for one in points if one.tokens <= x and one.relative > y]
+        assert not [item for item in points if item.tokens <= x and item.relative > y]
 
 
 def test_accuracy_draws_a_line_and_a_band_per_method(summary: dict[str, Any]) -> None:
@@ -225,7 +227,7 @@ def test_outlines_surround_groups_but_not_single_patches() -> None:
 
 def _plan(assigned: torch.Tensor, grid: tuple[int, int]) -> Reduction:
     tokens = int(assigned.max()) + 1
-    anchor = torch.tensor([int((assigned == one).nonzero()[0, 0]) for one in range(tokens)])
+    anchor = torch.tensor([int((assigned == item).nonzero()[0, 0]) for item in range(tokens)])
     return Reduction(
         sources=anchor,
         weights=torch.ones(tokens),
@@ -267,7 +269,7 @@ def test_teaser_shows_the_token_counts(examples: list[FigureExample]) -> None:
 
 def test_long_texts_do_not_widen_a_figure(examples: list[FigureExample]) -> None:
     talk = "word " * 200
-    shown = [replace(one, heading="TORINO_FB-M", answer=talk) for one in examples[0].panels[:1]]
+    shown = [replace(item, heading="TORINO_FB-M", answer=talk) for item in examples[0].panels[:1]]
     example = replace(examples[0], question=talk, answer=f"{talk} too", panels=shown)
     for figure in (plot_teaser(example), plot_qualitative([example] * 4)):
         figure.draw_without_rendering()
@@ -275,7 +277,7 @@ def test_long_texts_do_not_widen_a_figure(examples: list[FigureExample]) -> None
     grid = plot_qualitative([example] * 4)
     assert r"TORINO$_\mathrm{FB}$-M" in texts(grid)
     grid.draw_without_rendering()
-    counted, text = [one.get_window_extent() for one in grid.axes[0].texts]
+    counted, text = [item.get_window_extent() for item in grid.axes[0].texts]
     assert counted.x1 < text.x0
 
 

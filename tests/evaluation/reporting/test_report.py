@@ -101,7 +101,7 @@ def test_tier_headings_with_several_saes(summary: dict[str, Any]) -> None:
 
 def test_specs_have_distinct_names() -> None:
     made = own_settings(["torino-m(k=4, delta=2)", "torino-m(k=5, delta=1)", "prumerge(budget=64)"], ["s"])
-    assert len({display_name(one) for one in made}) == 3
+    assert len({display_name(item) for item in made}) == 3
 
 
 def test_best_and_second_are_marked_by_printed_digits(summary: dict[str, Any]) -> None:
@@ -137,9 +137,9 @@ def test_report_of_selected_tasks(finished: Path, tmp_path: Path) -> None:
     assert [column["task"] for column in part["columns"]] == [first]
     assert part["notes"] == [f"Tasks of the run that are left out here: {', '.join(rest)}."]
     assert part["progress"]["whole"]
-    mine, all_ = find_row(part, "64", "PruneSID"), find_row(whole, "64", "PruneSID")
-    assert mine["relative"]["value"] == pytest.approx(all_["relative"]["ratios"][first])
-    assert mine["scores"] == {first: all_["scores"][first]}
+    selected, complete = find_row(part, "64", "PruneSID"), find_row(whole, "64", "PruneSID")
+    assert selected["relative"]["value"] == pytest.approx(complete["relative"]["ratios"][first])
+    assert selected["scores"] == {first: complete["scores"][first]}
     assert open_run(finished).tasks == run.tasks
     copy = shutil.copytree(finished, tmp_path / "run")
     arguments = ["report", str(copy), "--draws", "100", "--no-figures", "--tasks"]
@@ -165,9 +165,9 @@ def test_versus_accepts_a_method_or_a_setting(finished: Path) -> None:
 def test_resampling_images_changes_only_the_interval(tmp_path: Path) -> None:
     run = open_run(write_synthetic_run(tmp_path / "pope", tasks=("POPE",), questions=40))
     by_question, by_image = (summarize(run, draws=300, by=by) for by in ("question", "image"))
-    one, two = (find_row(result, "64", "VisionZip")["scores"]["POPE"] for result in (by_question, by_image))
-    assert one["value"] == two["value"]
-    assert (one["low"], one["high"]) != (two["low"], two["high"])
+    item, two = (find_row(result, "64", "VisionZip")["scores"]["POPE"] for result in (by_question, by_image))
+    assert item["value"] == two["value"]
+    assert (item["low"], item["high"]) != (two["low"], two["high"])
     with pytest.raises(BadParameter, match="question or image"):
         summarize(run, by="photo")  # type: ignore[arg-type]
 
@@ -225,7 +225,7 @@ def test_report_of_an_unfinished_run(tmp_path: Path) -> None:
     assert row["scores"]["GQA"]["value"] == pytest.approx(part.value)
     assert (row["scores"]["GQA"]["questions"], row["scores"]["GQA"]["of"]) == (30, 60)
     here = {sample.index for sample in task.samples[:30]}
-    same = task.score([one for one in run.rows("GQA", "full") if one["index"] in here], partial=True)
+    same = task.score([item for item in run.rows("GQA", "full") if item["index"] in here], partial=True)
     assert row["relative"]["ratios"]["GQA"] == pytest.approx(100 * part.value / same.value)
     files = write_report(result, tmp_path / "out")
     text = files[0].read_text()
@@ -244,11 +244,11 @@ def test_failed_and_unparsed_answers_are_counted(tmp_path: Path) -> None:
     folder = write_synthetic_run(tmp_path / "bad", questions=12)
     file = folder / "answers" / "1of1.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    mine = [row for row in rows if row["setting"] == "visionzip@64" and row["task"] == "POPE"]
-    for row in mine[:2]:
+    selected = [row for row in rows if row["setting"] == "visionzip@64" and row["task"] == "POPE"]
+    for row in selected[:2]:
         del row["prediction"]
         row["error"] = "RuntimeError: it broke"
-    mine[2]["prediction"] = "perhaps"
+    selected[2]["prediction"] = "perhaps"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = summarize_and_save(open_run(folder), draws=100)
     counts = find_row(result, "64", "VisionZip")["scores"]["POPE"]["counts"]
@@ -334,10 +334,10 @@ def test_page_is_self_contained_and_shows_the_configuration(tmp_path: Path) -> N
 def test_markdown_and_details_agree(summary: dict[str, Any], tmp_path: Path) -> None:
     write_report(summary, tmp_path)
     rows = list(csv.DictReader(io.StringIO((tmp_path / "details.csv").read_text())))
-    one = next(row for row in rows if (row["tier"], row["method"], row["task"]) == ("64", "VisionZip", "relative"))
-    assert f"{float(one['value']):.2f}%" in to_markdown(build_table(summary))
-    assert float(one["low"]) <= float(one["value"]) <= float(one["high"])
-    assert one["p"]
+    item = next(row for row in rows if (row["tier"], row["method"], row["task"]) == ("64", "VisionZip", "relative"))
+    assert f"{float(item['value']):.2f}%" in to_markdown(build_table(summary))
+    assert float(item["low"]) <= float(item["value"]) <= float(item["high"])
+    assert item["p"]
     assert len(rows) == sum(len(row["scores"]) + 1 for row in iter_rows(summary))
 
 
@@ -350,7 +350,7 @@ def test_report_command(finished: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "details.csv", "report.html", "report.md", "table.csv", "table.tex",
     ]  # fmt: skip
-    for arguments, said in (
+    for arguments, message in (
         ([str(tmp_path)], "is not a run"),
         ([str(finished), "--against", "people"], "--against must be paper"),
         (
@@ -360,7 +360,7 @@ def test_report_command(finished: Path, tmp_path: Path) -> None:
     ):
         failed = CliRunner().invoke(make_report_app(), ["report", *arguments])
         assert failed.exception is not None
-        assert said in str(failed.exception)
+        assert message in str(failed.exception)
     failed = CliRunner().invoke(make_report_app(), ["report", str(finished), "--by", "photo"])
     assert failed.exit_code == 2
     assert "question" in failed.output

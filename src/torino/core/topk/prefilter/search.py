@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,18 +102,20 @@ def prefiltered_topk(
     x = x.contiguous()
     threads = torch.get_num_threads() if x.device.type == "cpu" else 1
     workers = max(1, min(threads, len(x) // MIN_ROWS))
-    latents = _latent_bounds(bias, floor, quantized)
     tiles = x.split(min(ROWS, -(-len(x) // workers)))
 
     @torch.no_grad()  # gradient mode is local to a thread
-    def search(tile: Tensor) -> _TileSearch:
+    def search(tile: Tensor, latents: _LatentBounds) -> _TileSearch:
         return _TileSearch(tile, weight, bias, k, floor, quantized, latents).run(product)
 
     if workers == 1:
-        searches = [search(tile) for tile in tiles]
+        latents = _latent_bounds(bias, floor, quantized)
+        searches = [search(tile, latents) for tile in tiles]
     else:
+        # the bounds are computed in the pool too: OpenMP threads of the calling thread would slow down the workers
         with ThreadPoolExecutor(workers, "torino-prefilter", _use_one_openmp_thread) as pool:
-            searches = list(pool.map(search, tiles))
+            latents = pool.submit(_latent_bounds, bias, floor, quantized).result()
+            searches = list(pool.map(search, tiles, repeat(latents)))
     indices = torch.cat([tile.indices for tile in searches])
     values = torch.cat([tile.values for tile in searches])
     fallback = torch.cat([tile.fallback for tile in searches])
@@ -148,6 +151,7 @@ def _openmp_controller() -> Any:
     return ThreadpoolController().select(user_api="openmp")
 
 
+@torch.no_grad()
 def _latent_bounds(bias: Tensor, floor: Tensor, quantized: QuantizedEncoder) -> _LatentBounds:
     latent = quantized.order.clamp(min=0)
     offset = bias.double()[latent].masked_fill(quantized.order < 0, -torch.inf)
