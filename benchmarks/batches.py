@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from torino import SAE, VisualTokens, make
-from torino.core.concepts import Concepts
-from torino.core.concepts import Rank
+from torino.core.concepts import Concepts, Rank
 from torino.core.tokens import Origin
 from torino.core.topk.prefilter import Backend, backend_for, make_product, quantize, zero_point_for
 from torino.core.topk.prefilter.search import ROWS

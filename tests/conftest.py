@@ -1,7 +1,7 @@
 """For all tests: one hypothesis profile, the same examples on every run; and one thread.
 
 Tiny products gain nothing from threads, and waiting threads are slow on a busy machine. That the number of
-threads changes no answer is tested where it could (test_strongest.py).
+threads changes no answer is tested where it could (test_exact_topk.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``strongest`` against its definition, and against itself under every way of cutting up the work."""
+"""Exact top-k search: the definition, and independence of chunks, batches, threads and memory layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHUNKS = (1, 7, 64, 1000, 4096)
 def test_the_definition_holds_for_every_k_and_floor(name: str) -> None:
     x, w, b = topk_inputs()[name]
     dense = (x.double() @ w.double().T + b.double()).float()
-    middle = dense.flatten().sort().values[dense.numel() // 2]  # an attained score: "above" must be strict
+    middle = dense.flatten().sort().values[dense.numel() // 2]  # an attained score: "above" is strict
     per_latent = dense[torch.arange(len(w)) % len(x), torch.arange(len(w))] * (torch.arange(len(w)) % 3 != 0)
     for k in {1, 2, 5, 17, 32, len(w) - 1, len(w)}:
         if 1 <= k <= min(len(w), 32):
@@ -87,7 +87,7 @@ def test_random_shapes(seed: int, k: int, floor: float) -> None:
 @pytest.mark.parametrize("n", [1, 2, 5])
 @pytest.mark.parametrize("stride", [1, 2, 31, 32, 33, 64, 127, 128, 129, 256, 1024])
 def test_best_latents_at_any_distance_in_a_late_chunk(n: int, stride: int) -> None:
-    """A screen that takes one latent from each lane, or row, of a chunk loses the others."""
+    """A search that keeps only one latent per lane or row of a chunk would lose the others."""
     c, k = 3 * 4096, 4
     w = torch.zeros(c, 2)
     w[:, 0] = (torch.arange(c) % 97) / 1000
@@ -128,12 +128,12 @@ def test_identical_latents_give_the_lowest_indices() -> None:
 
 
 def test_near_ties_that_float32_cannot_tell_apart() -> None:
-    """Each latent is better than the one before by less than float32 sees on the way, but not in the end."""
+    """Scores that differ by less than the rounding error of float32 sums."""
     for seed in range(4):
         x, w, b = cancelling(24, 1500, seed=10 * seed)
         want = reference_topk(x, w, b, 3, ZERO)
-        screened = (x @ w.T).topk(12).indices
-        assert (screened != want[0][:, :1]).all(1).any()  # the best is not even near the top: else this proves nothing
+        by_float32 = (x @ w.T).topk(12).indices
+        assert (by_float32 != want[0][:, :1]).all(1).any()  # float32 does not find the best latent of some token
         assert_equal_result(exact_topk(x, w, b, 3, ZERO), want)
         assert_equal_result(
             exact_topk(x, w, b, 3, torch.full((1500,), 2.0**-10)), reference_topk(x, w, b, 3, torch.tensor(2.0**-10))
@@ -142,7 +142,7 @@ def test_near_ties_that_float32_cannot_tell_apart() -> None:
 
 @pytest.mark.parametrize("power", [-100, -60, 40, 60])
 def test_scaling_tokens_up_and_latents_down_changes_nothing(power: int) -> None:
-    """Powers of two are exact, so the scores are the same bits; norms may underflow or overflow on the way."""
+    """Powers of two are exact, so the scores are the same; norms may underflow or overflow."""
     x, w, b = cancelling(12, 300, seed=7)
     want = reference_topk(x, w, b, 3, ZERO)
     assert_equal_result(exact_topk(x * 2.0**-power, w * 2.0**power, b, 3, ZERO), want)
@@ -154,7 +154,7 @@ def test_a_largest_norm_that_was_computed_before_gives_the_same() -> None:
     assert_same_bits(exact_topk(x, w, b, 4, ZERO, largest_norm=norm), exact_topk(x, w, b, 4, ZERO))
 
 
-# ---------------------------------------------------------------------- one answer, however it is computed
+# ---------------------------------------------------------------------- independence of chunks, batches and threads
 
 
 @pytest.mark.parametrize("name", INPUT_NAMES)
@@ -233,7 +233,7 @@ def test_memory_layout_changes_nothing(layout: str) -> None:
     assert_same_bits(exact_topk(odd(x), odd(w), b, 4, ZERO), exact_topk(x.contiguous(), w.contiguous(), b, 4, ZERO))
 
 
-# ---------------------------------------------------------------------- the edge of float32
+# ---------------------------------------------------------------------- limits of float32
 
 
 def test_scores_beyond_float32_do_not_crash() -> None:
@@ -255,7 +255,7 @@ def test_scores_beyond_float32_are_infinite_and_tie() -> None:
     assert_equal_result(exact_topk(x, w, torch.zeros(35), 4, ZERO), reference_topk(x, w, torch.zeros(35), 4, ZERO))
 
 
-def test_a_latent_far_below_float32_hides_no_other() -> None:
+def test_a_latent_far_below_float32_does_not_hide_others() -> None:
     w = torch.tensor([[1.0], *[[-1e30]] * 20])
     x = torch.tensor([[1e30]])
     assert_equal_result(exact_topk(x, w, torch.zeros(21), 3, ZERO), reference_topk(x, w, torch.zeros(21), 3, ZERO))
@@ -267,7 +267,7 @@ def test_a_zero_token_with_enormous_latents_reads_the_bias() -> None:
     assert_equal_result(exact_topk(x, w, b, 2, ZERO), reference_topk(x, w, b, 2, ZERO))
 
 
-def test_sums_that_overflow_on_the_way_but_not_in_the_end() -> None:
+def test_partial_sums_that_overflow_although_the_total_does_not() -> None:
     x = torch.full((1, 4), 1e20)
     w = torch.full((40, 4), 1e-3) * torch.arange(1, 41)[:, None]
     w[33] = torch.tensor([-4e18, 3e18, 3e18, 0.0])  # −4e38 + 3e38 + 3e38
@@ -279,23 +279,23 @@ def test_sums_that_overflow_on_the_way_but_not_in_the_end() -> None:
 # ---------------------------------------------------------------------- memory
 
 
-def test_the_recorder_sees_a_dense_product() -> None:
-    with LargestTensor() as seen:
+def test_the_recorder_measures_a_dense_product() -> None:
+    with LargestTensor() as largest:
         _ = torch.zeros(64, 8) @ torch.zeros(8, 4096)
-    assert seen.bytes == 64 * 4096 * 4
+    assert largest.bytes == 64 * 4096 * 4
 
 
 @pytest.mark.parametrize("tokens", ["random", "some of them zero"])
 @pytest.mark.parametrize("floors", [0, 1])
 def test_no_tensor_comes_near_the_matrix_of_activations(tokens: str, floors: int) -> None:
-    n, d, c = 576, 64, 65536  # the N x C matrix would hold 151 MB
+    n, d, c = 576, 64, 65536  # the N x C matrix would have 151 MB
     x, w = normal(n, d), normal(c, d, seed=1)
     if tokens != "random":
         x[::24] = 0
     floor = torch.full((c,), 20.0) if floors else ZERO
-    with LargestTensor() as seen:
+    with LargestTensor() as largest:
         indices, _ = exact_topk(x, w, torch.zeros(c), 4, floor)
-    assert seen.bytes < 32 << 20, f"{seen.by} returned {seen.bytes / 2**20:.0f} MiB"
+    assert largest.bytes < 32 << 20, f"{largest.by} returned {largest.bytes / 2**20:.0f} MiB"
     rows = torch.tensor([0, 1, 574, 575])
     assert torch.equal(indices[rows], reference_topk(x[rows], w, torch.zeros(c), 4, floor)[0])
 
@@ -339,7 +339,7 @@ def test_stable_top_takes_leading_dimensions_and_strides() -> None:
     ],
 )
 def test_the_newer_settings_of_precision_change_no_answer(place: str, name: str, value: str) -> None:
-    """In a process of its own: torch cannot go back from the newer settings to the older ones."""
+    """In a separate process, because torch cannot return from the new settings to the old ones."""
     code = f"""
 import torch
 from torino.core.topk.exact import exact_topk
@@ -348,7 +348,7 @@ x, w, b, floor = torch.randn(9, 32), torch.randn(300, 32), torch.randn(300), tor
 before = exact_topk(x, w, b, 3, floor)
 {place}.{name} = "{value}"
 after = exact_topk(x, w, b, 3, floor)
-assert all(torch.equal(one, other) for one, other in zip(before, after))
+assert all(torch.equal(old, new) for old, new in zip(before, after))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

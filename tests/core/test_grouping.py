@@ -1,4 +1,4 @@
-"""Grouping against all pairs compared one by one, over random, tied, degenerate and silent inputs."""
+"""Grouping compared with a pairwise reference, for random, tied, degenerate and silent inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rows = list[list[int]]
 
 
 def rows_of(k: int, vocabulary: int, most: int = 14) -> st.SearchStrategy[Rows]:
-    """Rows of up to k distinct latents; what is missing is silent."""
+    """Rows of up to k distinct latents; missing latents are silent."""
     row = st.lists(st.integers(0, vocabulary - 1), unique=True, max_size=k)
     full = st.lists(st.integers(0, vocabulary - 1), unique=True, min_size=k, max_size=k)
     return st.lists(st.one_of(full, full, row), min_size=1, max_size=most)
@@ -46,7 +46,7 @@ def random_rows(n: int, k: int, vocabulary: int, silent: float, seed: int) -> Ro
 
 @contextmanager
 def by_product(rows: int = 3) -> Iterator[None]:
-    """Force the path of the sparse product, in blocks of a few patches."""
+    """Use the sparse product, in blocks of a few patches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouping, "MAX_KEYS", 0)
         patch.setattr(grouping, "PRODUCT_ROWS", rows)
@@ -67,7 +67,7 @@ def check_invariants(groups: Groups, lengths: Sequence[int]) -> None:
     assert groups.label.dtype == groups.sizes.dtype == groups.offsets.dtype == torch.int64
 
 
-# ---------------------------------------------------------------------- against the oracle
+# ---------------------------------------------------------------------- pairwise reference
 
 
 @pytest.mark.parametrize(("k", "delta"), SETTINGS)
@@ -136,8 +136,8 @@ def test_k_so_large_that_subsets_are_too_many(k: int, delta: int) -> None:
             assert groups.label.tolist() == oracle.pairwise_labels(concepts.indices.tolist(), delta, silent)
 
 
-def test_chains_are_followed_to_their_end() -> None:
-    """Neighbours share one concept, the ends share none: one group, whichever way the chain runs."""
+def test_chains_form_one_group() -> None:
+    """Adjacent patches share one concept, the ends share none: one group, in any order of the chain."""
     n = 200
     chain = [[i, i + 1] for i in range(n)]
     order = list(range(n))
@@ -150,7 +150,7 @@ def test_chains_are_followed_to_their_end() -> None:
             assert group_by_overlap(concepts, 1).label.tolist() == [0] * n
 
 
-# ---------------------------------------------------------------------- silence
+# ---------------------------------------------------------------------- silent slots
 
 
 def test_a_silent_slot_agrees_with_a_silent_slot_only() -> None:
@@ -193,7 +193,7 @@ def test_literal_against_arg_top_over_zeros(case: tuple[int, Rows]) -> None:
         assert got == oracle.fill([*row, *[-1] * (k - len(row))])
 
 
-def test_mute_patches_of_two_images_stay_apart() -> None:
+def test_silent_patches_of_two_images_stay_apart() -> None:
     concepts = concepts_of([[], [1], [], [], [1], []], 2)
     for context in (None, by_product()):
         with context or pytest.MonkeyPatch.context():
@@ -255,7 +255,7 @@ def test_large_latents_neither_overflow_nor_collide(large: int) -> None:
 
 
 def test_keys_of_many_symbols_do_not_overflow() -> None:
-    """6 symbols of 20000 names each, folded into one integer, pass 2^63 many times over."""
+    """6 symbols with 20000 values each do not fit into 63 bits."""
     n, k = 4000, 6
     indices = torch.arange(n * k).view(n, k)
     indices[-1] = indices[0]
@@ -305,7 +305,7 @@ def test_ties_of_the_shared_concept() -> None:
     assert shared_concepts(uneven, group_by_overlap(uneven, 2)).tolist() == [8, -1]
 
 
-# ---------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("delta", [0, -1, 3])
@@ -315,7 +315,7 @@ def test_delta_out_of_range_is_refused(delta: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [[[1, 1]], [[1, 2], [3, 4], [5, 5]], [[0, 0]]])
-def test_a_concept_named_twice_is_refused(rows: Rows) -> None:
+def test_duplicate_concepts_are_refused(rows: Rows) -> None:
     with pytest.raises(BadParameter, match=f"Patch {len(rows) - 1} has the same concept twice"):
         group_by_overlap(concepts_of(rows, 2), 1)
 

@@ -8,9 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
-import warnings
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from topk_cases import (
     LargestTensor,
     assert_equal_result,
     assert_same_bits,
+    assert_same_concepts,
     cancelling,
     normal,
     order_sensitive,
@@ -34,8 +33,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from torino import SAE
-from torino.core.errors import BadFile, BadParameter
-from torino.core.io import read_arrays, write_arrays
+from torino.core.errors import BadParameter
 from torino.core.topk import prefilter
 from torino.core.topk.exact import exact_topk
 from torino.core.topk.prefilter import (
@@ -43,7 +41,6 @@ from torino.core.topk.prefilter import (
     backends,
     make_product,
     prefiltered_topk,
-    quantization,
     quantize,
     search,
     zero_point_for,
@@ -476,11 +473,11 @@ def test_no_tensor_comes_near_the_matrix_of_activations(floors: int) -> None:
     x[::24] = 0
     floor = torch.full((c,), 20.0) if floors else ZERO
     quantized = quantize(w, torch.zeros(c), 128)
-    with LargestDense() as seen:
+    with LargestDense() as largest:
         indices, _ = prefiltered_topk(
             x, w, torch.zeros(c), 4, floor, quantized, make_product("torch", quantized.levels, 128)
         )
-    assert seen.bytes <= w.nbytes, f"{seen.by} returned {seen.bytes / 2**20:.0f} MiB"
+    assert largest.bytes <= w.nbytes, f"{largest.by} returned {largest.bytes / 2**20:.0f} MiB"
     rows = torch.tensor([0, 1, 574, 575])
     assert torch.equal(indices[rows], reference_topk(x[rows], w, torch.zeros(c), 4, floor)[0])
 
@@ -525,11 +522,6 @@ def with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefilter, "backend_for", lambda device: "torch")
 
 
-def same(got: Any, want: Any) -> None:
-    assert_same_bits((got.indices, got.values), (want.indices, want.values))
-    assert torch.equal(got.peak, want.peak)
-
-
 @pytest.mark.usefixtures("with_torch")
 @pytest.mark.parametrize("rank", ["activation", "pre-threshold"])
 @pytest.mark.parametrize("normalize", ["none", "layer_norm", "constant_norm"])
@@ -538,7 +530,7 @@ def test_top_is_the_same_with_and_without(kind: str, normalize: str, rank: Any) 
     sae = make_sae(kind, normalize=normalize)
     x = normal(30, sae.width, seed=3) * 3
     for k in (1, 3, 9, sae.latents):
-        same(sae.top(x, k, rank=rank, prefilter="int8"), sae.top(x, k, rank=rank, prefilter="off"))
+        assert_same_concepts(sae.top(x, k, rank=rank, prefilter="int8"), sae.top(x, k, rank=rank, prefilter="off"))
 
 
 @pytest.mark.usefixtures("with_torch")
@@ -549,7 +541,7 @@ def test_top_of_random_saes_is_the_same(seed: int, kind: str, k: int) -> None:
     opts |= {"threshold": normal(c, seed=seed).abs()} if kind == "jumprelu" else {}
     sae = SAE(unit(normal(c, d, seed=seed)), normal(c, seed=seed + 1) / 9, b_dec=normal(d), kind=kind, **opts)  # type: ignore[arg-type]
     x = 3 * normal(12, d, seed=seed + 2)
-    same(sae.top(x, k, prefilter="int8"), sae.top(x, k, prefilter="off"))
+    assert_same_concepts(sae.top(x, k, prefilter="int8"), sae.top(x, k, prefilter="off"))
 
 
 @pytest.mark.usefixtures("with_torch")
@@ -559,13 +551,13 @@ def test_real_tokens_give_the_same_at_every_level() -> None:
     for levels in range(1, len(sae.groups) + 1):
         small = sae.first(levels)
         for k in (1, 3):
-            same(small.top(x, k, prefilter="int8"), small.top(x, k, prefilter="off"))
+            assert_same_concepts(small.top(x, k, prefilter="int8"), small.top(x, k, prefilter="off"))
 
 
 @needs_onnxruntime
 def test_real_tokens_give_the_same_with_onnxruntime() -> None:
     sae, x = example_sae(), example_tokens()[0].patches
-    same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
+    assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
 
 
 @pytest.mark.usefixtures("with_torch")
@@ -574,29 +566,29 @@ def test_changed_weights_are_quantized_again() -> None:
     sae.top(x, 3, prefilter="int8")
     with torch.no_grad():
         sae.W_enc.mul_(-1)
-    same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
+    assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
     sae.W_enc = normal(*sae.W_enc.shape, seed=5)
-    same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
+    assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
     sae.W_enc.data[0] = 7.0
-    same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
+    assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
     sae.W_enc.data.neg_()  # does not change the version
-    same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
+    assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
     sae.W_enc.data = sae.W_enc.data.flip(1).clone()
-    same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
+    assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
     with torch.inference_mode():
         sae.W_enc.neg_()
-    same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
+    assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
     sae.b_enc.add_(1.0)
-    same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
+    assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
 
 
 @pytest.mark.usefixtures("with_torch")
 def test_an_sae_that_was_used_can_be_copied() -> None:
     sae, x = make_sae("relu"), normal(20, 4)
     want = sae.top(x, 3, prefilter="int8")
-    same(copy.deepcopy(sae).top(x, 3, prefilter="int8"), want)
+    assert_same_concepts(copy.deepcopy(sae).top(x, 3, prefilter="int8"), want)
     sae.top(x, 3, prefilter="off")
-    same(pickle.loads(pickle.dumps(sae)).top(x, 3, prefilter="int8"), want)
+    assert_same_concepts(pickle.loads(pickle.dumps(sae)).top(x, 3, prefilter="int8"), want)
 
 
 def test_an_unknown_prefilter_is_refused() -> None:
@@ -630,7 +622,7 @@ def test_auto_waits_until_it_pays(calls: list[int], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(prefilter, "QUANTIZE_AFTER", 400)
     for _ in range(3):
         sae.top(normal(100, 4), 2)
-    assert calls == [100]  # 400 tokens in all by then
+    assert calls == [100]  # 400 tokens in total
     sae.top(normal(prefilter.MIN_TOKENS - 1, 4), 2)
     assert calls == [100]
     sae.top(normal(prefilter.MIN_TOKENS, 4), 2)
@@ -687,138 +679,3 @@ print([str(warning.message) for warning in caught])
 def test_importing_torino_does_not_import_onnxruntime() -> None:
     code = "import sys, torino; assert not {'onnx', 'onnxruntime'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-# ---------------------------------------------------------------------- cache files
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with an SAE whose quantized encoder is cached although it is small."""
-    monkeypatch.setattr(quantization, "CACHE_MIN_WEIGHTS", 1)
-    monkeypatch.setattr(prefilter, "backend_for", lambda device: "torch")
-    monkeypatch.setenv("TORINO_CACHE", str(tmp_path / "cache"))
-    make_sae("relu").save(tmp_path / "sae")
-    return tmp_path / "sae"
-
-
-def count_quantizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    counted: list[int] = []
-
-    def watched(weight: Tensor, bias: Tensor, zero: int) -> Any:
-        counted.append(len(weight))
-        return quantize(weight, bias, zero)
-
-    monkeypatch.setattr(quantization, "quantize", watched)
-    return counted
-
-
-def test_the_encoder_is_quantized_once_and_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, x = count_quantizations(monkeypatch), normal(20, 4) * 3
-    want = SAE.load(folder).top(x, 3, prefilter="int8")
-    (file,) = folder.glob(".prefilter8-24x4-*.safetensors")
-    for _ in range(2):
-        same(SAE.load(folder).top(x, 3, prefilter="int8"), want)
-    assert counted == [24]
-    assert SAE.load(folder).folder == folder  # the cache file is not mistaken for an SAE
-    assert not list(folder.glob("*.tmp"))
-    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [file.name]
-
-
-def test_levels_of_an_sae_have_separate_files(folder: Path) -> None:
-    make_sae("matryoshka").save(folder)
-    x = normal(20, 4) * 3
-    for levels in (1, 2, 3):
-        sae = SAE.load(folder, levels=levels)
-        same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
-    assert len(list(folder.glob(".prefilter8-*"))) == 3
-
-
-def test_files_that_are_damaged_or_of_other_weights_are_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = normal(20, 4) * 3
-    SAE.load(folder).top(x, 3, prefilter="int8")
-    (file,) = folder.glob(".prefilter8-*")
-    good, numbers = file.read_bytes(), {name: value.clone() for name, value in read_arrays(file)[0].items()}
-    counted = count_quantizations(monkeypatch)
-    flipped = bytearray(good)
-    flipped[-100] ^= 255  # in the tensors, not in the header
-    for n, bad in enumerate((b"", good[: len(good) // 2], bytes(flipped), b"{}" * 50), start=1):
-        file.write_bytes(bad)
-        sae = SAE.load(folder)
-        same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
-        assert len(counted) == n
-        assert all(torch.equal(value, numbers[name]) for name, value in read_arrays(file)[0].items())
-    (folder / "sae.safetensors").write_bytes(_other(folder.parent / "other"))  # another SAE in the same folder
-    (folder / "card.json").write_bytes((folder.parent / "other" / "card.json").read_bytes())
-    sae = SAE.load(folder)
-    same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
-    assert len(counted) == 5
-    assert len(list(folder.glob(".prefilter8-*"))) == 2
-    sae.save(folder)  # deletes the cache files
-    assert not list(folder.glob(".prefilter8-*"))
-
-
-def _other(folder: Path) -> bytes:
-    make_sae("relu", seed=5).save(folder)
-    return (folder / "sae.safetensors").read_bytes()
-
-
-def test_changed_weights_are_not_cached(folder: Path) -> None:
-    sae, x = SAE.load(folder), normal(20, 4) * 3
-    sae.top(x, 3, prefilter="int8")
-    for _ in range(3):
-        sae.W_enc = sae.W_enc * 1.5
-        same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
-    assert len(list(folder.glob(".prefilter8-*"))) == 1
-
-
-def test_a_cache_folder_that_cannot_be_read_is_ignored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise PermissionError("no")
-
-    x = normal(20, 4) * 3
-    want = SAE.load(folder).top(x, 3, prefilter="off")
-    monkeypatch.setattr(quantization, "write_arrays", lambda *_: (_ for _ in ()).throw(BadFile("Cannot write.")))
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "is_file", refuse)
-        weight, bias = make_sae("relu").W_enc, make_sae("relu").b_enc
-        assert len(quantization.load_or_quantize(weight, bias, folder, 128).levels) == 32
-    monkeypatch.setattr(quantization, "cache_dir", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    sae = make_sae("relu")
-    sae.folder = folder
-    same(sae.top(x, 3, prefilter="int8"), want)
-
-
-def test_if_the_folder_is_not_writable_the_user_cache_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused: list[Path] = []
-
-    def only_cache(path: Path, *rest: Any) -> Path:
-        if path.parent == folder or refused == [Path()]:
-            refused.append(path)
-            raise BadFile("Cannot write.")
-        return write_arrays(path, *rest)
-
-    monkeypatch.setattr(quantization, "write_arrays", only_cache)
-    counted, x = count_quantizations(monkeypatch), normal(20, 4) * 3
-    for _ in range(2):
-        sae = SAE.load(folder)
-        same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
-    assert counted == [24]
-    assert len(list((folder.parent / "cache").glob("prefilter8-24x4-*.safetensors"))) == 1
-    assert not list(folder.glob(".prefilter*"))
-    # if that is not writable either, no file is written and nothing fails
-    monkeypatch.setattr(quantization, "write_arrays", lambda *rest: (_ for _ in ()).throw(BadFile("Cannot write.")))
-    monkeypatch.setenv("TORINO_CACHE", str(folder.parent / "other"))
-    sae = SAE.load(folder)
-    same(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
-    assert counted == [24, 24]
-
-
-def test_an_sae_created_in_memory_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "CACHE_MIN_WEIGHTS", 1)
-    monkeypatch.setattr(prefilter, "backend_for", lambda device: "torch")
-    monkeypatch.setenv("TORINO_CACHE", str(tmp_path))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_sae("relu").top(normal(20, 4), 3, prefilter="int8")
-    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Reductions against dense matrix products; their labels, their files, and what happens when writing fails."""
+"""Reductions: comparison with dense matrix products, labels, files and failed writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHTS = st.sampled_from([1.0, 1.0, 0.5, -2.0, 0.25, 3.0, 0.0])
 
 @st.composite
 def reductions(draw: Any, patches: int | None = None, *, cls: bool = False, empty: bool = True) -> Reduction:
-    """Any matrix: rows of no, one or many entries, with labels that have nothing to do with them."""
+    """Any sparse matrix, with arbitrary labels."""
     n = patches if patches is not None else draw(st.integers(1, 6))
     high = n if cls else n - 1
     size = st.integers(0 if empty else 1, high + 1)
@@ -59,7 +59,7 @@ def reductions(draw: Any, patches: int | None = None, *, cls: bool = False, empt
 
 
 def matrix(plan: Reduction, columns: int | None = None) -> Tensor:
-    """The reduction written out, shape (M, N) or (M, N + 1), in float64."""
+    """The dense matrix of a reduction, shape (M, N) or (M, N + 1), in float64."""
     dense = torch.zeros(len(plan), columns or plan.patches, dtype=torch.float64)
     for m in range(len(plan)):
         for entry in range(int(plan.offsets[m]), int(plan.offsets[m + 1])):
@@ -116,7 +116,7 @@ def test_a_token_made_of_nothing_is_zero() -> None:
 def test_half_precision_is_summed_in_float32() -> None:
     n = 600
     plan = Reduction.of([dict.fromkeys(range(n), 1.0)], grid=(1, n))
-    assert plan.apply(torch.full((n, 1), 100.0, dtype=torch.float16)).item() == 60000  # float16 adds lose the tail
+    assert plan.apply(torch.full((n, 1), 100.0, dtype=torch.float16)).item() == 60000  # a float16 sum would be smaller
     ones = torch.ones(n, 1, dtype=torch.bfloat16)
     assert plan.apply(ones).item() == 600  # a bfloat16 sum stops at 256
 
@@ -397,12 +397,12 @@ def test_then_on_another_number_of_tokens_is_refused() -> None:
         Reduction.of([{0: 1.0}], grid=(1, 4)).then(Reduction.identity((1, 2)))
 
 
-# ---------------------------------------------------------------------- made by hand, refused, explained
+# ---------------------------------------------------------------------- construction, errors and explanations
 
 
 def test_made_by_hand() -> None:
     plan = Reduction.of([{1: 0.5, 0: 0.5}, {2: 0.1, 1: 0.9}, {}, {4: 1.0}], grid=(2, 2))
-    assert plan.anchor.tolist() == [0, 1, -1, -1]  # the CLS token, patch 4, takes no place
+    assert plan.anchor.tolist() == [0, 1, -1, -1]  # the CLS token, patch 4, has no position
     assert plan.assigned.tolist() == [0, 0, 1, -1]
     assert plan.role == ("primary",) * 4
     assert plan.score.isnan().all()
@@ -494,7 +494,7 @@ def test_an_index_out_of_range_has_no_explanation(token: int) -> None:
         Reduction(**parts()).explain(token)
 
 
-# ---------------------------------------------------------------------- on disk
+# ---------------------------------------------------------------------- files
 
 ENDINGS = (".npz", ".safetensors")
 
@@ -555,7 +555,7 @@ def test_a_file_cut_anywhere_is_a_bad_file(tmp_path: Path, ending: str) -> None:
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("flip", [0xFF, 0x01])
 def test_a_file_with_any_byte_changed_is_read_or_refused_in_words(tmp_path: Path, ending: str, flip: int) -> None:
-    """No damage may surface as another library's error."""
+    """Damaged files must not raise errors of other libraries."""
     path = torino_plan(16).save(tmp_path / f"plan{ending}")
     whole = path.read_bytes()
     refused = 0

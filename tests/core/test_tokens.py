@@ -1,4 +1,4 @@
-"""VisualTokens: what is refused and in which words; token files in every accepted layout."""
+"""VisualTokens: error messages, and token files in every accepted layout."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_every_refusal_is_a_value_error() -> None:
         assert issubclass(error, ValueError)
 
 
-# ---------------------------------------------------------------------- packing
+# ---------------------------------------------------------------------- concatenation
 
 
 def test_packing_lays_images_end_to_end() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.packages import write_package
 from torino.core.errors import TorinoError, UnknownName
 from torino.evaluation import BENCHMARKS, all_benchmarks, find_benchmark, open_task
 from torino.evaluation.benchmarks import _index_plugins
@@ -42,13 +43,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     modules: list[str] = []
 
     def install(package: str, code: str = CODE, target: str = "TASKS") -> None:
-        module = f"dummy_{package.replace('-', '_')}"
-        folder = tmp_path / "site" / package
-        info = folder / f"{module}-1.0.dist-info"
-        info.mkdir(parents=True)
-        (folder / f"{module}.py").write_text(code, encoding="utf-8")
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n", encoding="utf-8")
-        (info / "entry_points.txt").write_text(f"[torino.tasks]\n{package} = {module}:{target}\n", encoding="utf-8")
+        entry_points = {"torino.tasks": f"{package} = {target}"}
+        folder, module = write_package(tmp_path / "site", package, code, entry_points)
         monkeypatch.syspath_prepend(str(folder))
         invalidate_caches()
         _index_plugins.cache_clear()

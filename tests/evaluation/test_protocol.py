@@ -1,4 +1,4 @@
-"""Settings of methods with options in brackets."""
+"""Settings of a run, also of methods with options in brackets."""
 
 from __future__ import annotations
 
@@ -20,10 +20,57 @@ from torino.evaluation.reporting.summary import display_name
 from torino.evaluation.runner import RunPlan
 
 SPEC = 'divprune(space="projected")'
+METHODS = ["torino-p", "torino-m", "random", "divprune"]
 
 
 def find(settings: list[Setting], method: str) -> list[Setting]:
     return [setting for setting in settings if setting.method == method]
+
+
+def test_settings_of_the_protocol() -> None:
+    dynamic = dynamic_settings(METHODS, ["s"])
+    assert [(item.method, item.tier, item.reference) for item in dynamic[:2]] == [
+        ("torino-p", "3,3", True),
+        ("torino-m", "3,3", False),
+    ]
+    references = {item.tier: item for item in dynamic if item.reference}
+    matched = matched_settings(METHODS, {"2,2": 7}, references, ["s"], seeds=2)
+    assert [item.spec for item in matched] == [
+        "torino-p(k=2, delta=2, budget=7)",
+        "torino-m(k=2, delta=2, budget=7)",
+        "random(budget=7, seed=0)",
+        "random(budget=7, seed=1)",
+        "divprune(budget=7)",
+    ]
+    assert matched[0].label == "TORINO-P_FB"
+    fixed = fixed_settings(METHODS, [64], ["s"], seeds=1)
+    ids = [item.id for item in [FULL, *dynamic, *matched, *fixed]]
+    assert len(set(ids)) == len(ids)
+    for item in [*dynamic, *matched, *fixed]:
+        reducer = item.reducer({"s": RawEmbedding()})
+        assert reducer is not None
+        assert reducer.name == item.method
+
+
+def test_each_sae_has_its_own_tiers() -> None:
+    dynamic = dynamic_settings(METHODS, ["a", "b"], [(2, 2)])
+    assert [item.tier for item in dynamic if item.reference] == ["2,2 [a]", "2,2 [b]"]
+    references = {item.tier: item for item in dynamic if item.reference}
+    matched = matched_settings(METHODS, {"2,2 [a]": 7, "2,2 [b]": 9}, references, ["a", "b"], seeds=1)
+    assert [(item.sae, item.budget) for item in matched if item.method == "torino-m"] == [("a", 7), ("b", 9)]
+    ids = [item.id for item in [*dynamic, *matched]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_dynamic_tier_needs_torino() -> None:
+    with pytest.raises(BadParameter, match="neither torino-p nor torino-m"):
+        RunPlan(["random"]).first(["s"])
+
+
+def test_a_method_without_a_tier_is_refused() -> None:
+    plan = RunPlan(("torino-p", "random"), dynamic=[(2, 2)], fixed=(), matched=False)
+    with pytest.raises(BadParameter, match="random has no tier to run in"):
+        plan.first(["s"])
 
 
 def test_spec_runs_at_the_budget_of_each_tier() -> None:

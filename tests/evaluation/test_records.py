@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,3 +71,30 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BadFile, match=r"Cannot write .*Choose a writable folder"):
         AnswerLog(tmp_path / "file" / "a.jsonl")
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+    log = AnswerLog(tmp_path / "a.jsonl")
+    log.add([{"n": 1}])
+
+    class Full(io.RawIOBase):
+        def tell(self) -> int:
+            return 9
+
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    log._file = Full()  # type: ignore[assignment]
+    with pytest.raises(BadFile, match=r"No space left on device\. Earlier answers are kept"):
+        log.add([{"n": 2}])
+    log.add([{"n": 3}])
+    log.close()
+    assert [row["n"] for row in read_records([tmp_path / "a.jsonl"])] == [1, 3]
+
+
+def test_two_logs_do_not_share_a_file(tmp_path: Path) -> None:
+    first = AnswerLog(tmp_path / "a.jsonl")
+    with pytest.raises(BadFile, match="Another process is writing"):
+        AnswerLog(tmp_path / "a.jsonl")
+    first.close()
+    AnswerLog(tmp_path / "a.jsonl").close()

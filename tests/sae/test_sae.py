@@ -1,4 +1,4 @@
-"""The SAE against its formulas, written out in plain Python over whole numbers, where float32 is exact."""
+"""The SAE compared with its formulas in plain Python, for integers, where float32 is exact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torino.sae import SAECard
 
 
 def plain_encode(x: Tensor, sae: dict[str, Tensor], kind: str, opts: dict[str, Any], center: bool = True) -> Any:
-    """The table of the docstring, with loops."""
+    """The formulas of the docstring of SAE."""
     w, b, b_dec = sae["W_enc"].tolist(), sae["b_enc"].tolist(), sae["b_dec"].tolist()
     rows = []
     for token in x.tolist():
@@ -59,7 +59,7 @@ def test_encode_is_the_formula(kind: str, center: bool) -> None:
     want = plain_encode(x, sae_tensors(), kind, sae_options(kind), center)
     assert make_sae(kind, center=center).encode(x).tolist() == want
     assert any(value > 0 for row in want for value in row)
-    assert center == (want == plain_encode(x, sae_tensors(), kind, sae_options(kind)))  # the two differ at all
+    assert center == (want == plain_encode(x, sae_tensors(), kind, sae_options(kind)))  # centering changes the latents
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,7 +179,7 @@ def test_normalisations_are_their_formulas(normalize: Any) -> None:
 @pytest.mark.parametrize("center", [True, False])
 def test_reconstruct_undoes_what_encode_did(normalize: Any, center: bool) -> None:
     eye = torch.eye(D)
-    both = torch.cat([eye, -eye])  # relu(v) - relu(-v) = v, so nothing is lost
+    both = torch.cat([eye, -eye])  # relu(v) - relu(-v) = v, so the reconstruction is exact
     b_dec = torch.tensor([0.5, -1.0, 2.0, 0.0])
     x = torch.randn(7, D, generator=torch.Generator().manual_seed(2)) * 5 + 3
     sae = SAE(both, None, both, b_dec, center=center, normalize=normalize)
@@ -203,7 +203,7 @@ def test_decode_is_the_formula() -> None:
     assert make_sae("relu").decode(z.view(1, 5, C)).shape == (1, 5, D)
 
 
-def test_without_a_decoder_concepts_work_and_decoding_says_why_not() -> None:
+def test_without_a_decoder_concepts_work_and_decoding_raises() -> None:
     sae = make_sae("relu", W_dec=None)
     x = random_integers(-3, 3, 4, D)
     assert torch.equal(sae.top(x, 2).indices, make_sae("relu").top(x, 2).indices)
@@ -265,7 +265,7 @@ def test_an_sae_made_for_inference_only_works() -> None:
 
 
 def test_new_weights_are_not_read_with_the_old_bound() -> None:
-    """A bound cached for small weights must not certify answers of large ones loaded later."""
+    """A bound cached for small weights must not be used for larger weights loaded later."""
     g = torch.Generator().manual_seed(5)
     fine = (torch.randn(24, 32, generator=g) * 256).round().clamp(-1024, 1024) / 256
     big = (torch.randn(1500, 32, generator=g) * 1000).round().clamp(-2000, 2000)
@@ -329,7 +329,7 @@ def test_first_keeps_everything_else() -> None:
         unknown = make_sae("matryoshka", threshold=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        unknown.first(2)  # it was said once
+        unknown.first(2)  # the warning is issued only once
 
 
 @pytest.mark.parametrize("levels", [0, 4, -1])
@@ -358,7 +358,7 @@ def test_a_threshold_of_zero_is_one() -> None:
     assert torch.equal(sae.encode(random_integers(-3, 3, 9, D)), make_sae("relu").encode(random_integers(-3, 3, 9, D)))
 
 
-# ---------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("k", [0, -1, C + 1])
@@ -385,7 +385,7 @@ def test_bad_tokens_are_refused(x: Any, words: str) -> None:
 
 
 def test_tokens_too_large_for_float32_are_no_nan() -> None:
-    """Finite in float64, infinite in float32: refuse, or answer; never NaN."""
+    """Values that are finite in float64 but not in float32 raise an error or give a result without NaN."""
     try:
         concepts = SAE(torch.eye(3)).top(torch.full((1, 3), 1e300, dtype=torch.float64), 1)
     except BadTokens:
@@ -483,7 +483,7 @@ def test_a_reducer_refuses_tokens_of_another_origin() -> None:
         reducer.plan_batch([good, bad])
 
 
-def test_print_tells_kind_and_sizes() -> None:
+def test_repr_contains_kind_and_sizes() -> None:
     text = repr(make_sae("topk", card=SAECard(name="mine")))
     for words in ("mine", "topk", "4 wide", "24 latents", "k=5"):
         assert words in text
@@ -532,9 +532,9 @@ def test_autocast_rounds_neither_latents_nor_tokens() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("exact", [True, False])
-def test_an_encoder_that_remembers_says_the_same(kind: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_encoder_returns_the_same(kind: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sae = make_sae(kind)
-    x = random_integers(-3, 3, 40, D, seed=5)  # whole numbers, full of ties
+    x = random_integers(-3, 3, 40, D, seed=5)  # integers, with many ties
     x = x if exact else x + torch.rand(40, D, generator=torch.Generator().manual_seed(1))
     wanted = {(k, rank): sae.top(x, k, rank=rank) for k in (1, 3, 8) for rank in ("activation", "pre-threshold")}
     calls: list[int] = []
@@ -545,11 +545,11 @@ def test_an_encoder_that_remembers_says_the_same(kind: str, exact: bool, monkeyp
     assert encoder.latents == C
     for rank in ("activation", "pre-threshold"):
         for k in (3, 1, 8, 3):
-            found = encoder.top(x, k, rank=rank)
+            result = encoder.top(x, k, rank=rank)
             for name in ("indices", "values", "peak"):
-                assert torch.equal(getattr(found, name), getattr(wanted[k, rank], name))
+                assert torch.equal(getattr(result, name), getattr(wanted[k, rank], name))
     assert calls == [3, 8, 3, 8]
-    encoder.top(x.clone(), 1)  # equal, but who knows for how long
+    encoder.top(x.clone(), 1)  # another tensor with equal values
     x.add_(1)
     encoder.top(x, 1)
     assert calls[4:] == [1, 1]

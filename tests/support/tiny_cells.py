@@ -219,3 +219,42 @@ def build_gemma3() -> Any:
             eoi_token_index=END_IMAGE,
         )
     )
+
+
+def idefics_pixels(rows: list[list[Tensor]]) -> dict[str, Tensor]:
+    """Return the sub-images of every prompt, padded with zeros to the largest number, and their pixel mask."""
+    count = max(map(len, rows))
+    pixels = torch.zeros(len(rows), count, 3, 32, 32)
+    mask = torch.zeros(len(rows), count, 32, 32, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        for index, image in enumerate(row):
+            pixels[number, index] = image
+            mask[number, index] = True
+            mask[number, index, :, 24:] = index != 1  # one image is narrower, padded on its right
+    return {"pixel_values": pixels * mask[:, :, None], "pixel_attention_mask": mask}
+
+
+def prefix_types(ids: Tensor) -> dict[str, Tensor]:
+    """Return the types of PaliGemma's processor without a suffix: the whole prompt attends in both directions."""
+    return {"token_type_ids": torch.zeros_like(ids)}
+
+
+def image_types(ids: Tensor) -> dict[str, Tensor]:
+    """Return the types of Gemma 3's processor: 1 for image tokens."""
+    return {"token_type_ids": (ids == IMAGE).long()}
+
+
+GEMMA_FAMILIES: dict[str, Callable[[], Family]] = {
+    "paligemma": lambda: Family(
+        "paligemma", lambda: build_paligemma({"model_type": "gemma"}), 16, types=prefix_types, first=1
+    ),
+    "paligemma2": lambda: Family(
+        "paligemma",
+        lambda: build_paligemma({"model_type": "gemma2", "sliding_window": 12, "query_pre_attn_scalar": 8}),
+        16,
+        types=prefix_types,
+        first=1,
+        static=False,
+    ),
+    "gemma3": lambda: Family("gemma3", build_gemma3, types=image_types),
+}

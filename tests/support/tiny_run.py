@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from torino.evaluation.results import Run
+from torino import SAE
+from torino.evaluation.results import Run, open_run
 from torino.evaluation.runner import RunPlan, evaluate
 from torino.evaluation.tasks import Task, open_task
 from torino.vlm.session import VLM
@@ -19,6 +20,12 @@ from torino.vlm.session import VLM
 METHODS = ["torino-p", "torino-m", "random", "divprune"]
 PLAN = RunPlan(METHODS, dynamic=[(2, 2), (1, 1)], fixed=[5], seeds=2)
 QUESTIONS = ["what is this ?", "how many is this ?"]
+
+
+def make_sae() -> SAE:
+    """Return an SAE of 40 latents for the tower of ``tiny_vlm``."""
+    generator = torch.Generator().manual_seed(3)
+    return SAE(torch.randn(40, 32, generator=generator), W_dec=torch.randn(40, 32, generator=generator))
 
 
 def make_image(seed: int) -> bytes:
@@ -50,3 +57,9 @@ def open_tiny_task(folder: Path, name: str = "small", images: int = 4) -> Task:
 def run_tiny(folder: Path, tasks: list[Task], vlm: VLM, sae: Any, plan: RunPlan = PLAN, **options: Any) -> Run:
     """Evaluate the plan on tasks."""
     return evaluate(folder, vlm=vlm, tasks=tasks, plan=plan, saes={"s": sae}, batch=3, **options)
+
+
+def answer_table(folder: Path) -> list[tuple[str, ...]]:
+    """Return everything in a run that must not depend on how often it was stopped."""
+    rows = open_run(folder).rows()
+    return sorted((row["task"], row["setting"], row["index"], row["prediction"], str(row["tokens"])) for row in rows)

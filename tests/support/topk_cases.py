@@ -18,7 +18,7 @@ ZERO = torch.tensor(0.0)
 
 
 def reference_topk(x: Tensor, w: Tensor, b: Tensor, k: int, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """The docstring, densely: float32 of the float64 sum, falling, ties to the lowest latent, −1 where silent."""
+    """The definition with a dense matrix: float32 of the float64 sums, decreasing, ties to the lowest latent."""
     scores = (x.double() @ w.double().T + b.double()).float()
     scores = scores.masked_fill(scores <= floor, -math.inf)
     values, indices = scores.sort(dim=1, descending=True, stable=True)
@@ -71,7 +71,7 @@ def cancelling(n: int, c: int, *, d: int = 64, seed: int = 0) -> tuple[Tensor, T
     big = (normal(c, d // 2, seed=seed + 1) * 1000).round().clamp(-2000, 2000)
     rare = random_integers(-1, 1, c, d, seed=seed + 2) * (random_integers(0, 7, c, d, seed=seed + 3) == 0)
     w = torch.stack([big, -big], 2).reshape(c, d) + rare / 4096
-    apart = torch.randperm(d, generator=torch.Generator().manual_seed(seed))  # or neighbours would cancel exactly
+    apart = torch.randperm(d, generator=torch.Generator().manual_seed(seed))  # adjacent terms would cancel exactly
     return x[:, apart], w[:, apart], torch.zeros(c)
 
 
@@ -119,7 +119,7 @@ INPUT_NAMES = list(topk_inputs())
 
 
 def order_sensitive() -> tuple[Tensor, Tensor, Tensor]:
-    """Products of ±2^60 beside products of 1: what is left of the sum depends on the order it is taken in."""
+    """Products of ±2^60 and of 1, so that the rounded sum depends on the order of summation."""
     n, d, c = 40, 67, 96
     x, w = normal(n, d), normal(c, d, seed=1)
     big = torch.randint(0, d, (n, 12), generator=torch.Generator().manual_seed(2))
@@ -129,7 +129,7 @@ def order_sensitive() -> tuple[Tensor, Tensor, Tensor]:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation returned."""
+    """Record the size of the largest tensor returned by any operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,3 +141,8 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.numel() * leaf.element_size() > self.bytes:
                 self.bytes, self.by = leaf.numel() * leaf.element_size(), str(func)
         return out
+
+
+def assert_same_concepts(got: Any, want: Any) -> None:
+    assert_same_bits((got.indices, got.values), (want.indices, want.values))
+    assert torch.equal(got.peak, want.peak)

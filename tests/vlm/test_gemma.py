@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.cell_contract import CellAdapterContract
 from tests.support.tiny_cells import (
     BEGIN_IMAGE,
     CELLS,
     END_IMAGE,
-    IMAGE,
+    GEMMA_FAMILIES,
     PROMPTS,
     TOWER,
     Family,
@@ -22,7 +20,6 @@ from tests.support.tiny_cells import (
     KeepSome,
     MergePairs,
     NeedsClsAttention,
-    build_gemma3,
     build_paligemma,
     generate,
     logits_by_hand,
@@ -35,37 +32,11 @@ from torino.core.errors import MissingSignal
 from torino.vlm import adapter_for, reduced
 
 
-def prefix_types(ids: Tensor) -> dict[str, Tensor]:
-    """Return the types of PaliGemma's processor without a suffix: the whole prompt attends in both directions."""
-    return {"token_type_ids": torch.zeros_like(ids)}
-
-
-def image_types(ids: Tensor) -> dict[str, Tensor]:
-    """Return the types of Gemma 3's processor: 1 for image tokens."""
-    return {"token_type_ids": (ids == IMAGE).long()}
-
-
-FAMILIES: dict[str, Callable[[], Family]] = {
-    "paligemma": lambda: Family(
-        "paligemma", lambda: build_paligemma({"model_type": "gemma"}), 16, types=prefix_types, first=1
-    ),
-    "paligemma2": lambda: Family(
-        "paligemma",
-        lambda: build_paligemma({"model_type": "gemma2", "sliding_window": 12, "query_pre_attn_scalar": 8}),
-        16,
-        types=prefix_types,
-        first=1,
-        static=False,
-    ),
-    "gemma3": lambda: Family("gemma3", build_gemma3, types=image_types),
-}
-
-
 class TestGemma(CellAdapterContract):
-    @pytest.fixture(scope="class", params=FAMILIES)
+    @pytest.fixture(scope="class", params=GEMMA_FAMILIES)
     @classmethod
     def family(cls, request: pytest.FixtureRequest) -> Family:
-        return FAMILIES[request.param]()
+        return GEMMA_FAMILIES[request.param]()
 
     def test_token_types_are_shortened_and_used(self, family: Family, model: Any) -> None:
         inputs = family.inputs(PROMPTS)
@@ -111,7 +82,7 @@ class TestPaliGemmaSuffix:
     """Training: a causal answer after the prompt, with labels."""
 
     def test_prefix_and_suffix(self) -> None:
-        family = FAMILIES["paligemma"]()
+        family = GEMMA_FAMILIES["paligemma"]()
         model = randomize(family.build())
         inputs = family.inputs([[-1, 1, 5, 6, 7, 8], [-2, -3, 1, 9, 10]], "right")
         types = torch.zeros_like(inputs["input_ids"])
@@ -136,7 +107,7 @@ class TestPaliGemmaSuffix:
 def test_crops_of_pan_and_scan_are_separate_blocks() -> None:
     from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
 
-    family = FAMILIES["gemma3"]()
+    family = GEMMA_FAMILIES["gemma3"]()
     model = randomize(family.build())
     inputs = family.inputs(
         [
@@ -154,4 +125,4 @@ def test_other_towers_are_refused() -> None:
     tower = {"model_type": "clip_vision_model", **TOWER, "image_size": 16}
     model = build_paligemma({"model_type": "gemma"}, tower)
     with pytest.raises(TorinoError, match=r"with a SigLIP tower.*CLIPVisionModel"), reduced(model, KeepAll()):
-        model(**FAMILIES["paligemma"]().inputs(PROMPTS[:1]))
+        model(**GEMMA_FAMILIES["paligemma"]().inputs(PROMPTS[:1]))

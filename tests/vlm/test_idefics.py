@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.cell_contract import CellAdapterContract
 from tests.support.tiny_cells import (
@@ -21,6 +20,7 @@ from tests.support.tiny_cells import (
     NeedsClsAttention,
     build_idefics,
     generate,
+    idefics_pixels,
     logits_by_hand,
     same,
     stock_features,
@@ -31,24 +31,11 @@ from torino.vlm import adapter_for, reduced
 FAKE, GLOBAL, ROW_1_COL_1, ROW_1_COL_2 = 55, 56, 57, 58
 
 
-def padded(rows: list[list[Tensor]]) -> dict[str, Tensor]:
-    """Return the sub-images of every prompt, padded with zeros to the largest number, and their pixel mask."""
-    count = max(map(len, rows))
-    pixels = torch.zeros(len(rows), count, 3, 32, 32)
-    mask = torch.zeros(len(rows), count, 32, 32, dtype=torch.bool)
-    for number, row in enumerate(rows):
-        for index, image in enumerate(row):
-            pixels[number, index] = image
-            mask[number, index] = True
-            mask[number, index, :, 24:] = index != 1  # one image is narrower, padded on its right
-    return {"pixel_values": pixels * mask[:, :, None], "pixel_attention_mask": mask}
-
-
 class TestIdefics(CellAdapterContract):
     @pytest.fixture(scope="class", params=["idefics3", "smolvlm"])
     @classmethod
     def family(cls, request: pytest.FixtureRequest) -> Family:
-        return Family(request.param, lambda: build_idefics(request.param), pixels=padded)
+        return Family(request.param, lambda: build_idefics(request.param), pixels=idefics_pixels)
 
     def test_text_around_sub_images_is_kept(self, family: Family, model: Any) -> None:
         prompt = [5, FAKE, ROW_1_COL_1, -1, FAKE, ROW_1_COL_2, -2, 6, FAKE, GLOBAL, -3, FAKE, 7]

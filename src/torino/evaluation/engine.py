@@ -53,8 +53,9 @@ class EngineAnswer:
     tokens, before : int
         Visual tokens that the language model received, and those of the full prompt.
     seconds : dict
-        ``tower``, ``plan``, ``projector``, and ``answer`` of the ``batch`` of answers that were generated together.
-        Where several questions share an image, ``answer`` of the first includes reading the image.
+        ``tower``, ``plan``, ``projector``, ``question`` if the method reads it, and ``answer`` of the ``batch`` of
+        answers that were generated together. Where several questions share an image, ``answer`` of the first includes
+        reading the image.
     error : str
     """
 
@@ -157,46 +158,58 @@ class Engine:
         if not missing:
             return
         batches = [names for names in self._shared if any(wanted(q.key, name) for q in missing for name in names)]
+        encoded: Encoded | None = None
+        asked: list[tuple[QuestionToAsk, Encoded]] = []
+        for question in missing:
+            try:
+                if encoded is None:
+                    opened = [self.vlm.open(image) for image in images]
+                    reducers = [self.reducers[name] for names in batches for name in names]
+                    inputs = self.vlm.inputs(opened, question.text)
+                    asked.append((question, self.vlm.encode(inputs, reducers)))
+                    encoded = asked[0][1]
+                else:
+                    asked.append((question, encoded.ask(question.text)))
+            except Exception as error:
+                self._stop_at(error)
+                yield self._all_failed([question], wanted, error)
+        if encoded is None:
+            return
         try:
-            opened = [self.vlm.open(image) for image in images]
-            reducers = [self.reducers[name] for names in batches for name in names]
-            encoded = self.vlm.encode(self.vlm.inputs(opened, missing[0].text), reducers)
             if batches:
                 encoded.run(None)
         except Exception as error:
             self._stop_at(error)
-            yield [
-                _failed(question.key, name, error)
-                for question in missing
-                for name in self.reducers
-                if wanted(question.key, name)
-            ]
+            yield self._all_failed([question for question, _ in asked], wanted, error)
             return
-        asked: dict[int, Encoded] = {0: encoded}
-
-        def about(number: int) -> Encoded:
-            if number not in asked:
-                asked[number] = encoded.ask(missing[number].text)
-            return asked[number]
-
         for names in batches:
             parts, failed = self._parts(names, encoded)
             if writer is not None:
                 self._save(writer, encoded, parts)
             # By the number of all questions, not of the missing ones: a resumed run gives the same answers.
             prefix = PrefixCache() if self._shares_prefix and len(questions) > 1 else None
-            for number, question in enumerate(missing):
+            for question, about in asked:
                 if any(wanted(question.key, name) for name in names):
-                    answers = self._answer(about(number), question, parts, prefix)
+                    answers = self._answer(about, question, parts, prefix)
                     answers += [_failed(question.key, name, error) for name, error in failed.items()]
                     yield [answer for answer in answers if wanted(answer.key, answer.setting)]
-        for number, question in enumerate(missing):
+        for question, about in asked:
             for names in self._per_question:
                 if any(wanted(question.key, name) for name in names):
-                    parts, failed = self._parts(names, about(number))
-                    answers = self._answer(about(number), question, parts)
+                    parts, failed = self._parts(names, about)
+                    answers = self._answer(about, question, parts)
                     answers += [_failed(question.key, name, error) for name, error in failed.items()]
                     yield [answer for answer in answers if wanted(answer.key, answer.setting)]
+
+    def _all_failed(
+        self, questions: Sequence[QuestionToAsk], wanted: Callable[[Any, str], bool], error: Exception
+    ) -> list[EngineAnswer]:
+        return [
+            _failed(question.key, name, error)
+            for question in questions
+            for name in self.reducers
+            if wanted(question.key, name)
+        ]
 
     def _batches(self, names: Sequence[str], batch: int, tiers: Mapping[str, str]) -> list[list[str]]:
         """Group settings that are answered together: same tier, positions and attention, at most ``batch``.
@@ -276,10 +289,15 @@ class Engine:
                 text.strip(),
                 part.reduction.tokens,
                 sum(part.reduction.encoded.full),
-                {name: part.reduction.seconds.get(name, 0.0) for name in ("tower", "plan", "projector")} | timing,
+                _stages(part.reduction.seconds) | timing,
             )
             for part, text in zip(group, output.texts, strict=True)
         ]
+
+
+def _stages(seconds: Mapping[str, float]) -> dict[str, float]:
+    question = {"question": seconds["question"]} if "question" in seconds else {}
+    return {name: seconds.get(name, 0.0) for name in ("tower", "plan", "projector")} | question
 
 
 def _failed(key: Any, setting: str, error: Exception) -> EngineAnswer:

@@ -223,7 +223,7 @@ class SAE(nn.Module):
             top-k activation of the SAE.
         prefilter : {"auto", "int8", "off"}, optional
             Whether to select candidates by an int8 product first; default: :attr:`prefilter`. Affects speed and
-            memory, never the result. On a CPU it requires ``pip install torino[fast]``; see ``docs/fast.md``.
+            memory, never the result. On a CPU it requires ``pip install torino[fast]``; see ``research/reports/fast.md``.
         chunk : int, optional
             Latents per chunk. Affects speed and memory, never the result.
         stats : list of SearchStats, optional
@@ -330,8 +330,8 @@ class SAE(nn.Module):
         Encoder names are compared without publisher (``openai/``) and case. Unknown values fit anything.
         """
         wrong_width = width != self.width
-        ours, theirs = (name.rsplit("/", 1)[-1].lower() for name in (self.card.encoder, origin.encoder))
-        wrong_encoder = bool(ours) and bool(theirs) and ours != theirs
+        expected_encoder, encoder = (name.rsplit("/", 1)[-1].lower() for name in (self.card.encoder, origin.encoder))
+        wrong_encoder = bool(expected_encoder) and bool(encoder) and expected_encoder != encoder
         wrong_block = None not in (self.card.block, origin.block) and self.card.block != origin.block
         if wrong_width or wrong_encoder or wrong_block:
             expected = Origin(self.card.encoder, self.card.block)

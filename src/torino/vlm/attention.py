@@ -70,9 +70,7 @@ def _unsupported(adapter: Adapter) -> str:
     return ""
 
 
-def log_sizes(
-    inputs: Mapping[str, Any], image_token: int, plans: Sequence[Reduction], counts: Sequence[int]
-) -> Tensor:
+def log_sizes(inputs: Mapping[str, Any], image_token: int, plans: Sequence[Reduction], counts: Sequence[int]) -> Tensor:
     """Return ln n for every visual token of a reduced prompt and 0 elsewhere, shape (rows, length).
 
     ``counts`` is the number of visual tokens of each image. Tokens that precede those of the plan, such as registers,

@@ -19,9 +19,8 @@ from torino.core.errors import BadParameter
 from torino.reducers import PositionMode, Reducer
 from torino.vlm.adapters.base import Adapter, Positions, adapter_for, position_mode
 from torino.vlm.attention import Attention, attention_bias, log_sizes, uses_proportional
-from torino.vlm.generate import GenerateCall
-from torino.vlm.insertion import FILL, Side
-from torino.vlm.prefix import PrefixCache
+from torino.vlm.generate import GenerateCall, run_generate
+from torino.vlm.insertion import Side
 from torino.vlm.text_query import ClipText, TextQuery
 from torino.vlm.trace import Trace
 
@@ -221,9 +220,7 @@ class _Wrapper:
         self.everywhere: ActiveReduction | None = None
         runs = {"generate": _generate, "forward": _forward}
         self.methods = {
-            name: _WrappedMethod(model, getattr(model, name), run)
-            for name, run in runs.items()
-            if hasattr(model, name)
+            name: _WrappedMethod(model, getattr(model, name), run) for name, run in runs.items() if hasattr(model, name)
         }
         self.before = {name: model.__dict__[name] for name in self.methods if name in model.__dict__}
 
@@ -295,25 +292,6 @@ def _generate(active: ActiveReduction, stock: Callable[..., Any], named: dict[st
     return run_generate(call, stock, inputs, bias, active.positions)
 
 
-def run_generate(
-    call: GenerateCall,
-    stock: Callable[..., Any],
-    inputs: dict[str, Any],
-    bias: Tensor | None,
-    positions: PositionMode,
-    prefix: PrefixCache | None = None,
-) -> Any:
-    """Run ``generate`` on a reduced prompt, in the caller's terms."""
-    if positions == "original" and inputs.get("use_cache") is False:
-        inputs = _with_padding(inputs)
-        if bias is not None:
-            bias = nn.functional.pad(bias, (inputs["input_ids"].shape[1] - bias.shape[1], 0))
-    with attention_bias(call.model, bias):
-        if prefix is not None:
-            inputs = prefix.resume(call.model, inputs, int(cast(Any, call.model).config.image_token_id))
-        return call.receive(stock(**call.translate(inputs)))
-
-
 def _forward(active: ActiveReduction, stock: Callable[..., Any], named: dict[str, Any]) -> Any:
     """Run ``forward`` on the reduced prompt."""
     if not active.adapter.has_images(named):
@@ -322,18 +300,6 @@ def _forward(active: ActiveReduction, stock: Callable[..., Any], named: dict[str
     inputs, bias = active.reduce(named, None)
     with attention_bias(active.adapter.model, bias):
         return stock(**inputs)
-
-
-def _with_padding(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Put one padding token before a prompt that has none.
-
-    ``generate`` drops a mask of ones, and without mask and cache transformers interprets gaps in the positions as
-    boundaries of packed prompts and masks across them.
-    """
-    if not bool(inputs["attention_mask"].all()):
-        return inputs
-    fills = {name: fill for name, fill in {**FILL, "input_ids": 0, "position_ids": 0}.items() if name in inputs}
-    return inputs | {name: nn.functional.pad(inputs[name], (1, 0), value=fill) for name, fill in fills.items()}
 
 
 def _check_cache(adapter: Adapter, named: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -11,6 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from torino.core.errors import BadParameter
+from torino.core.timing import synchronize
+from torino.reducers import PositionMode
+from torino.vlm.attention import attention_bias
+from torino.vlm.insertion import FILL
+from torino.vlm.prefix import PrefixCache
 
 
 class GenerateCall:
@@ -148,3 +154,54 @@ class _FullPromptStreamer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def run_generate(
+    call: GenerateCall,
+    stock: Callable[..., Any],
+    inputs: dict[str, Any],
+    bias: Tensor | None,
+    positions: PositionMode,
+    *,
+    prefix: PrefixCache | None = None,
+    clock: FirstTokenClock | None = None,
+) -> Any:
+    """Run ``generate`` on a reduced prompt, in the caller's terms."""
+    if positions == "original" and inputs.get("use_cache") is False:
+        inputs = _with_padding(inputs)
+        if bias is not None:
+            bias = nn.functional.pad(bias, (inputs["input_ids"].shape[1] - bias.shape[1], 0))
+    with attention_bias(call.model, bias):
+        if prefix is not None:
+            inputs = prefix.resume(call.model, inputs, int(cast(Any, call.model).config.image_token_id))
+        arguments = call.translate(inputs)
+        if clock is not None:
+            given: Any = arguments.get("stopping_criteria")
+            arguments["stopping_criteria"] = [*(given or ()), clock]
+        return call.receive(stock(**arguments))
+
+
+def _with_padding(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Put one padding token before a prompt that has none.
+
+    ``generate`` drops a mask of ones, and without mask and cache transformers interprets gaps in the positions as
+    boundaries of packed prompts and masks across them.
+    """
+    if not bool(inputs["attention_mask"].all()):
+        return inputs
+    fills = {name: fill for name, fill in {**FILL, "input_ids": 0, "position_ids": 0}.items() if name in inputs}
+    return inputs | {name: nn.functional.pad(inputs[name], (1, 0), value=fill) for name, fill in fills.items()}
+
+
+class FirstTokenClock:
+    """A stopping criterion that never stops; it records when the first token is generated."""
+
+    def __init__(self) -> None:
+        self.first = 0.0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **others: Any) -> Tensor:
+        """Record the time of the first call."""
+        if not self.first:
+            synchronize()
+            self.first = time.perf_counter()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -68,17 +68,26 @@ def model_package(name: str | os.PathLike[str]) -> ModelPackage | None:
     if entry is None:
         if str(name) == "lab":
             raise TorinoError(
-                "The model 'lab' comes with the package torino-lab, which is not installed. Install it with "
-                'pip install "torino[lab]", or give another model: owner/repository, or ./lab for a folder.'
+                "The model 'lab' comes with the package torino-lab, which is not installed. Install it from a checkout "
+                "of torino with pip install -e lab, or give another model: owner/repository, or ./lab for a folder."
             )
         return None
+    owner = f"The model {str(name)!r} of the package {entry.dist.name if entry.dist else entry.module} failed to load"
     try:
-        provided = entry.load()
-        package = provided if isinstance(provided, ModelPackage) else provided()
-    except Exception as error:
-        package_name = entry.dist.name if entry.dist else entry.value
-        raise TorinoError(f"The model {name!r} of the package {package_name} failed to load: {error}") from error
-    return cast(ModelPackage, package)
+        provided: Any = entry.load()
+        package = provided() if callable(provided) else provided
+    except Exception as error:  # a third-party package can fail in any way
+        reason = " ".join(str(error).split())
+        raise TorinoError(
+            f"{owner}: {type(error).__name__}: {reason} (entry point {entry.value} in {GROUP}). Update the package or "
+            "uninstall it."
+        ) from error
+    if not isinstance(package, ModelPackage):
+        raise TorinoError(
+            f"{owner}: {entry.value} gives a {type(package).__name__}, not a ModelPackage. Update the package or "
+            "uninstall it."
+        )
+    return package
 
 
 def check_model(name_or_path: str | os.PathLike[str]) -> None:

@@ -22,7 +22,7 @@ from torino.core.errors import BadParameter, MissingSignal, TorinoError
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage, synchronize
 from torino.datasets.images import Padding, Picture, as_seen, mean_color, open_image, prepare
-from torino.reducers import PositionMode, Reducer, as_in_tower
+from torino.reducers import InTowerReducer, PositionMode, Reducer, as_in_tower
 from torino.vlm.adapters.base import (
     QUERY_SIGNALS,
     EncodedImages,
@@ -31,15 +31,14 @@ from torino.vlm.adapters.base import (
     adapter_for,
     position_mode,
 )
-from torino.vlm.answer import Answer, FirstTokenClock
 from torino.vlm.attention import Attention, log_sizes, uses_proportional
-from torino.vlm.context import reduced, run_generate
-from torino.vlm.generate import GenerateCall
-from torino.vlm.loading import ModelPackage, load_model, model_package, transformers
+from torino.vlm.context import reduced
+from torino.vlm.generate import FirstTokenClock, GenerateCall, run_generate
+from torino.vlm.loading import ModelPackage, load_model, model_package
 from torino.vlm.prefix import PrefixCache
 from torino.vlm.prompt import Turn, check_question, last_question, turn_images, user_turn, write_prompt
 from torino.vlm.text_query import ClipText, TextQuery
-from torino.vlm.trace import ReducedCall, Trace
+from torino.vlm.trace import Answer, ReducedCall, Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,22 +125,24 @@ class Encoded:
     def __init__(self, vlm: VLM, inputs: Inputs, reducers: Iterable[Reducer | None]) -> None:
         self.vlm, self.inputs = vlm, inputs
         self._runs: dict[frozenset[str], tuple[EncodedImages, dict[str, float]]] = {}
-        needs = [vlm.adapter.needs(r) for r in reducers if r is not None and as_in_tower(r) is None]
+        needs = [vlm.adapter.needs(reducer) for reducer in reducers if reducer is not None and not reducer.in_tower]
         self._union = frozenset[str]().union(*needs) - QUERY_SIGNALS
 
     def ask(self, question: str) -> Encoded:
         """Return the same encoded images with another question."""
         other = Encoded.__new__(Encoded)
         other.vlm, other._runs, other._union = self.vlm, self._runs, self._union
-        other.inputs = self.vlm.inputs(self.inputs.images, question)
+        inputs, pixels = self.vlm.inputs(self.inputs.images, question), self.vlm.adapter.pixel_names
+        shared = {name: value for name, value in self.inputs.tensors.items() if name in pixels}
+        other.inputs = replace(inputs, tensors={**inputs.tensors, **shared})  # one copy of the pixels in memory
         return other
 
     def run(self, reducer: Reducer | None) -> tuple[EncodedImages, ReductionBatch | None, dict[str, float]]:
         """Return the encoded images for a reducer, its plans if it runs inside the tower, and the time it took."""
         adapter = self.vlm.adapter
-        in_tower = None if reducer is None else as_in_tower(reducer)
-        if in_tower is not None:
+        if reducer is not None and reducer.in_tower:
             with recording() as seconds, stage("tower"):
+                in_tower = cast(InTowerReducer, as_in_tower(reducer))
                 images, plans = adapter.encode_in_tower(self.inputs.tensors, in_tower)
             return images, plans, dict(seconds)
         needs = frozenset[str]() if reducer is None else adapter.needs(reducer)
@@ -154,24 +155,18 @@ class Encoded:
         return images, None, seconds
 
     def _encode(self, needs: frozenset[str]) -> tuple[EncodedImages, dict[str, float]]:
-        if self._union not in self._runs:
+        signals = self._union if needs <= self._union else needs
+        if signals not in self._runs:
             try:
-                self._runs[self._union] = self._tower(self._union)
+                with recording() as seconds, stage("tower"):
+                    images = self.vlm.adapter.encode(self.inputs.tensors, signals)
             except MissingSignal:
-                if needs == self._union:
+                if signals == needs:
                     raise
-                self._union = needs
+                self._union = needs  # the tower lacks a signal of another reducer
                 return self._encode(needs)
-        if needs <= self._union:
-            return self._runs[self._union]
-        if needs not in self._runs:
-            self._runs[needs] = self._tower(needs)
-        return self._runs[needs]
-
-    def _tower(self, needs: frozenset[str]) -> tuple[EncodedImages, dict[str, float]]:
-        with recording() as seconds, stage("tower"):
-            images = self.vlm.adapter.encode(self.inputs.tensors, needs)
-        return images, dict(seconds)
+            self._runs[signals] = images, dict(seconds)
+        return self._runs[signals]
 
 
 class VLM:
@@ -219,22 +214,13 @@ class VLM:
         position_mode(positions, None)
         uses_proportional(attention, None, self.adapter)
         self._color = mean_color(processor)
-        self._weight = next(p for p in model.parameters() if p.is_floating_point())
+        weight = next(p for p in model.parameters() if p.is_floating_point())
+        self.device, self.dtype = weight.device, weight.dtype
 
     @property
     def family(self) -> str:
         """``model_type`` of the model."""
         return str(cast(Any, self.model).config.model_type)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return self._weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating-point type of the model."""
-        return self._weight.dtype
 
     # ------------------------------------------------------------------ inputs
 
@@ -360,9 +346,7 @@ class VLM:
             for name, value in inputs.tensors.items()
             if count == 1 or name not in self.adapter.pixel_names
         }
-        clock = FirstTokenClock()
-        criteria = transformers().StoppingCriteriaList([*(generation.get("stopping_criteria") or ()), clock])
-        call = GenerateCall(self.model, {**rows, "do_sample": False, **generation, "stopping_criteria": criteria})
+        clock, call = FirstTokenClock(), GenerateCall(self.model, {**rows, "do_sample": False, **generation})
         call.check()
         encoded = first.encoded if count == 1 else EncodedImages((), first.encoded.full * count)
         embeds = [item for reduction in reductions for item in reduction.embeds]
@@ -372,7 +356,9 @@ class VLM:
             plans = [plan for reduction in reductions for plan in reduction.plans]
             bias = log_sizes(short, self.adapter.image_token, plans, [len(item.slots) for item in embeds])
         begin = time.perf_counter()
-        output = run_generate(call, cast(Any, self.model).generate, short, bias, first.positions, prefix)
+        output = run_generate(
+            call, cast(Any, self.model).generate, short, bias, first.positions, prefix=prefix, clock=clock
+        )
         return self._generated(output, rows["input_ids"].shape[1], clock, begin)
 
     def _generated(self, output: Any, length: int, clock: FirstTokenClock, begin: float) -> Generated:
@@ -387,7 +373,7 @@ class VLM:
     def generate_text(self, inputs: Inputs, **generation: Any) -> Generated:
         """Generate the answers to prompts without images, with the stock model."""
         begin, clock = time.perf_counter(), FirstTokenClock()
-        criteria = transformers().StoppingCriteriaList([*(generation.get("stopping_criteria") or ()), clock])
+        criteria = [*(generation.get("stopping_criteria") or ()), clock]
         options = {"do_sample": False, **generation, "stopping_criteria": criteria}
         output = cast(Any, self.model).generate(**inputs.tensors, **options)
         return self._generated(output, inputs.tensors["input_ids"].shape[1], clock, begin)
@@ -416,7 +402,7 @@ class VLM:
         """
         if max_new_tokens < 1:
             raise BadParameter(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
-        encoded = source if isinstance(source, Encoded) else self.encode(source, [reducer])
+        encoded = source if isinstance(source, Encoded) else Encoded(self, source, [reducer])
         inputs = encoded.inputs
         if len(inputs.prompts) != 1:
             raise BadParameter(f"answer() takes one prompt, got {len(inputs.prompts)}. Use generate() for a batch.")
@@ -425,6 +411,12 @@ class VLM:
         before, seconds = sum(reduction.encoded.full), reduction.seconds
         vision = sum(seconds.get(name, 0.0) for name in ("tower", "question", "plan", "projector"))
         total = inputs.seconds + vision + output.prefill + output.decode
+        trace = None
+        if reducer is not None:
+            after = tuple(len(item.slots) for item in reduction.embeds)
+            saved = self.adapter.cache_bytes(before - sum(after))
+            full = reduction.encoded.full
+            trace = Trace([ReducedCall(tuple(reduction.plans), full, after, seconds, saved, self.padding)])
         return Answer(
             text=output.texts[0],
             prompt=inputs.prompts[0],
@@ -439,17 +431,9 @@ class VLM:
                 "total": total,
             },
             padding=self.padding,
-            trace=None if reducer is None else self._trace(inputs, reduction),
+            trace=trace,
             seen=tuple(as_seen(inputs.tensors, self.processor, inputs.images)),
         )
-
-    def _trace(self, inputs: Inputs, reduction: ReducedImages) -> Trace:
-        after = tuple(len(item.slots) for item in reduction.embeds)
-        full = reduction.encoded.full
-        saved = self.adapter.cache_bytes(sum(full) - sum(after))
-        trace = Trace()
-        trace.add(ReducedCall(tuple(reduction.plans), full, after, reduction.seconds, saved, self.padding))
-        return trace
 
     @torch.no_grad()
     def score(self, inputs: Inputs, continuation: str, reducer: Reducer | None = None) -> tuple[float, bool]:
@@ -538,12 +522,10 @@ def ask(
     if baseline and reducer is None:
         raise BadParameter("baseline=True compares a reducer with all tokens. Give reducer=..., or omit baseline.")
     vlm = model if isinstance(model, VLM) else load_vlm(model)
-
-    def answer(with_reducer: Reducer | None, length: int) -> Answer:
-        return vlm.answer(vlm.inputs(image, question), with_reducer, max_new_tokens=length, **generation)
-
+    options = {"max_new_tokens": max_new_tokens, **generation}
+    if baseline:  # neither answer should include start-up time
+        vlm.answer(vlm.inputs(image, question), reducer, **{**options, "max_new_tokens": 1})
+    answer = vlm.answer(vlm.inputs(image, question), reducer, **options)
     if not baseline:
-        return answer(reducer, max_new_tokens)
-    answer(reducer, 1)
-    reduced_answer = answer(reducer, max_new_tokens)
-    return replace(reduced_answer, baseline=answer(None, max_new_tokens))
+        return answer
+    return replace(answer, baseline=vlm.answer(vlm.inputs(image, question), None, **options))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
@@ -342,16 +343,36 @@ def position_mode(positions: Positions, reducer: Reducer | None) -> PositionMode
 
 # ---------------------------------------------------------------------- registry
 
-_adapters: dict[str, Callable[[], type[Adapter]]] = {}
+_adapters: dict[str, str | type[Adapter]] = {
+    "gemma3": "gemma.Gemma3",
+    "idefics3": "idefics.Idefics",
+    "internvl": "internvl.InternVL",
+    "llava": "llava.Llava",
+    "llava_next": "llava_next.LlavaNext",
+    "llava_onevision": "llava_onevision.LlavaOnevision",
+    "paligemma": "gemma.PaliGemma",
+    "qwen2_5_vl": "qwen.Qwen",
+    "qwen2_vl": "qwen.Qwen",
+    "qwen3_vl": "qwen.Qwen",
+    "smolvlm": "idefics.Idefics",
+}
+"""The adapter class of each family, or its module and name in this package, which is imported on first use."""
 
 
-def register_adapter(*families: str) -> Callable[[Callable[[], type[Adapter]]], Callable[[], type[Adapter]]]:
-    """Register a function that returns the adapter class of some families; it is called on first use."""
+def register_adapter(*families: str) -> Callable[[type[Adapter]], type[Adapter]]:
+    """Register an adapter class for some families (``config.model_type``).
 
-    def add(load: Callable[[], type[Adapter]]) -> Callable[[], type[Adapter]]:
-        for family in families:
-            _adapters[family] = load
-        return load
+    Examples
+    --------
+    ::
+
+        @register_adapter("my_model")
+        class MyAdapter(Adapter): ...
+    """
+
+    def add(adapter: type[Adapter]) -> type[Adapter]:
+        _adapters.update(dict.fromkeys(families, adapter))
+        return adapter
 
     return add
 
@@ -376,4 +397,8 @@ def adapter_for(model: nn.Module) -> Adapter:
     """Return the adapter of a model."""
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     check_family(family)
-    return _adapters[family]()(model)
+    adapter = _adapters[family]
+    if isinstance(adapter, str):
+        module, name = adapter.split(".")
+        adapter = cast(type[Adapter], getattr(import_module(f"torino.vlm.adapters.{module}"), name))
+    return adapter(model)

@@ -1,7 +1,7 @@
 """Exact top-k search with an int8 prefilter, at a fraction of the cost of the float32 product.
 
 An integer product of 8-bit tokens and weights selects candidates, a bound proves that no other latent can be among the
-top k, and only the candidates are scored as defined in :mod:`torino.core.topk.exact`. ``docs/fast.md`` explains the
+top k, and only the candidates are scored as defined in :mod:`torino.core.topk.exact`. ``research/reports/fast.md`` explains the
 mathematics.
 """
 

@@ -1,0 +1,267 @@
+"""Run the protocol: budgets, resumption after kill -9, shards, failures."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_run import PLAN, answer_table, make_sae, open_tiny_task, run_tiny, write_task_file
+from tests.support.tiny_vlm import build_llava
+from torino import SAE, TorinoError
+from torino.core.errors import BadFile, BadParameter
+from torino.evaluation.records import read_records
+from torino.evaluation.reporting.summary import summarize
+from torino.evaluation.results import open_run
+from torino.evaluation.run_file import new_settings
+from torino.evaluation.runner import RunPlan, mean_length
+from torino.evaluation.tasks import open_task
+from torino.vlm import VLM, load_vlm
+
+RANDOM = RunPlan(["random"], dynamic=[], fixed=[5], seeds=1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "llava"
+    build_llava(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vlm(checkpoint: Path) -> VLM:
+    return load_vlm(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def sae() -> SAE:
+    return make_sae()
+
+
+def test_dynamic_torino_alone(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    plan = replace(PLAN, methods=("torino-p", "torino-m"), fixed=(), matched=False)
+    run = run_tiny(tmp_path / "run", [open_tiny_task(tmp_path, "one")], vlm, sae, plan)
+    assert set(run.settings) == {"full"} | {f"torino-{x}({t})[s]" for x in "pm" for t in ("2,2", "1,1")}
+    assert not any(setting.budget for setting in run.settings.values())
+    assert set(run.scores()["one"]) == set(run.settings)
+    progress = summarize(run, draws=100)["progress"]
+    assert progress == {"answers": 40, "of": 40, "whole": True, "waits_for_budgets": False}
+    run = run_tiny(tmp_path / "run", [open_tiny_task(tmp_path, "one")], vlm, sae, replace(plan, matched=True))
+    assert len([setting for setting in run.settings.values() if setting.budget]) == 4
+
+
+def test_the_protocol(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    tasks = [open_tiny_task(tmp_path, "one"), open_tiny_task(tmp_path, "two", images=2)]
+    reports: list[tuple[str, int, int]] = []
+    run = run_tiny(tmp_path / "run", tasks, vlm, sae, progress=lambda *report: reports.append(report))
+    rows = list(run.rows())
+    keys = [(row["task"], row["setting"], row["index"]) for row in rows]
+    assert len(keys) == len(set(keys)) == len(run.settings) * (8 + 4)
+    for tier in ("2,2", "1,1"):
+        reference = next(setting for setting in run.settings.values() if setting.reference and setting.tier == tier)
+        counts = [run.token_counts(name, reference.id) for name in ("one", "two")]
+        assert [len(each) for each in counts] == [4, 2]
+        budget = round(sum(each.mean() for each in counts) / 2)
+        assert mean_length(run, reference.id) == budget
+        matched = [setting for setting in run.settings.values() if setting.tier == tier and not setting.dynamic]
+        assert {setting.budget for setting in matched} == {budget}
+        assert len(matched) == 5
+        for setting in matched:
+            assert set(run.token_counts("one", setting.id)) == {budget}
+    assert set(run.token_counts("one", "full")) == {16}
+    assert reports[-1][1] == reports[-1][2]
+    scores = run.scores()
+    assert set(scores) == {"one", "two"}
+    assert set(scores["one"]) == set(run.settings)
+    before = answer_table(tmp_path / "run")
+    run_tiny(tmp_path / "run", tasks, vlm, sae)  # nothing left to do
+    assert answer_table(tmp_path / "run") == before
+
+
+def test_shards_give_the_same_answers(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    tasks = [open_tiny_task(tmp_path, images=5)]
+    run_tiny(tmp_path / "whole", tasks, vlm, sae)
+    with pytest.raises(TorinoError, match=r"need .* answers of other parts"):
+        run_tiny(tmp_path / "parts", tasks, vlm, sae, shard=(0, 2))
+    run_tiny(tmp_path / "parts", tasks, vlm, sae, shard=(1, 2))
+    run_tiny(tmp_path / "parts", tasks, vlm, sae, shard=(0, 2))
+    assert len(list((tmp_path / "parts/answers").glob("*.jsonl"))) == 2
+    assert answer_table(tmp_path / "parts") == answer_table(tmp_path / "whole")
+    with pytest.raises(BadParameter, match="shard must be i of n"):
+        run_tiny(tmp_path / "parts", tasks, vlm, sae, shard=(2, 2))
+
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from tests.support.tiny_run import make_sae, run_tiny
+from torino.vlm import load_vlm
+from torino.evaluation.tasks import open_task
+run_tiny(Path(sys.argv[3]), [open_task(sys.argv[2])], load_vlm(sys.argv[1]), make_sae(), name="tiny")
+"""
+
+
+def test_a_run_killed_at_any_moment_resumes(tmp_path: Path, checkpoint: Path, vlm: VLM, sae: SAE) -> None:
+    data = write_task_file(tmp_path / "small.tsv", images=9)
+    run_tiny(tmp_path / "whole", [open_task(data)], vlm, sae, name="tiny")
+    wanted = answer_table(tmp_path / "whole")
+    dice = random.Random(5)
+    answers = tmp_path / "run/answers/1of1.jsonl"
+    command = [sys.executable, "-c", SCRIPT, str(checkpoint), str(data), str(tmp_path / "run")]
+    root = Path(__file__).parents[2]
+    killed = 0
+    for _ in range(8):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=root)
+        size = answers.stat().st_size if answers.exists() else 0
+        more = dice.randrange(200, 20_000)
+        while process.poll() is None:
+            if answers.exists() and answers.stat().st_size > size + more and killed < 2:
+                os.kill(process.pid, signal.SIGKILL)
+                killed += 1
+                break
+            time.sleep(0.005)
+        if process.wait() == 0:
+            break
+        with answers.open("ab") as file:  # as if the machine had died within a line
+            file.write(b'{"task": "small", "ind')
+    assert killed >= 1
+    rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    keys = [(row["task"], row["setting"], row["index"]) for row in rows]
+    assert len(keys) == len(set(keys))  # no sample twice
+    assert answer_table(tmp_path / "run") == wanted
+
+
+def test_failures_are_recorded_and_skipped(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    path = write_task_file(tmp_path / "small.tsv", images=3, questions=1)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    index, image, question, answer = lines[2].split("\t")
+    broken = base64.b64encode(base64.b64decode(image)[:60]).decode()  # half an image
+    lines[2] = "\t".join([index, broken, question, answer])
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    tasks = [open_task(path)]
+    run = run_tiny(tmp_path / "run", tasks, vlm, sae, plan=RANDOM)
+    failed = [row for row in run.rows() if "error" in row]
+    assert {row["index"] for row in failed} == {"1"}
+    assert {row["setting"] for row in failed} == {"full", "random@5#0"}
+    score = run.scores()["small"]["full"]
+    assert (score.counts["answered"], score.counts["failed"]) == (2, 1)
+    assert list(read_records((tmp_path / "run/problems").glob("*.jsonl")))
+    with pytest.raises(BadFile):
+        run_tiny(tmp_path / "stop", tasks, vlm, sae, plan=replace(RANDOM, seeds=3), on_error="stop")
+
+
+def test_a_question_that_cannot_be_asked_is_recorded(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    path = write_task_file(tmp_path / "small.tsv", images=2)
+    path.write_text(path.read_text(encoding="utf-8").replace("how many is", "<image> how many is", 1), encoding="utf-8")
+    run = run_tiny(tmp_path / "run", [open_task(path)], vlm, sae, plan=RANDOM)
+    assert {(row["index"], row["setting"]) for row in run.rows() if "error" in row} == {
+        ("1", "full"),
+        ("1", "random@5#0"),
+    }
+    assert len(list(run.rows())) == 2 * 4
+
+
+def test_a_model_that_fails_on_one_sample(
+    tmp_path: Path, vlm: VLM, sae: SAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = type(vlm.model).generate
+    calls = {"n": 0}
+
+    def sometimes(self: Any, *arguments: Any, **given: Any) -> Any:
+        calls["n"] += 1
+        if calls["n"] in (2, 3):  # the batch, and the first of its answers alone
+            raise RuntimeError("no luck")
+        return stock(self, *arguments, **given)
+
+    monkeypatch.setattr(type(vlm.model), "generate", sometimes)
+    plan = RunPlan(["random", "divprune"], dynamic=[], fixed=[5], seeds=1)
+    tasks = [open_tiny_task(tmp_path, images=2)]
+    run = run_tiny(tmp_path / "run", tasks, vlm, sae, plan=plan)
+    failed = [row for row in run.rows() if "error" in row]
+    assert len(failed) == 1
+    assert failed[0]["error"] == "RuntimeError: no luck"
+    assert len(list(run.rows())) == 3 * 4
+    file = tmp_path / "run/answers/1of1.jsonl"
+    size = file.stat().st_size
+    run_tiny(tmp_path / "run", tasks, vlm, sae, plan=plan)
+    assert file.stat().st_size == size  # a recorded failure is not asked again
+    retried = run_tiny(tmp_path / "run", tasks, vlm, sae, plan=plan, retry=True)
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 3 * 4 + 1
+    new = run_tiny(tmp_path / "new", tasks, vlm, sae, plan=plan)
+    assert answer_table(retried.folder) == answer_table(new.folder)
+
+
+def test_a_start_that_was_cut_short_is_not_another_run(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    tasks = [open_tiny_task(tmp_path, images=1)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".run.json.k2x.json").write_text("{", encoding="utf-8")  # as kill -9 or another part leaves it
+    run_tiny(tmp_path / "run", tasks, vlm, sae, plan=RANDOM)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(BadParameter, match="contains other files"):
+        run_tiny(tmp_path / "mine", tasks, vlm, sae, plan=RANDOM)
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    with pytest.raises(BadParameter, match="Two tasks are called small"):
+        run_tiny(tmp_path / "run", [open_tiny_task(tmp_path, images=1)] * 2, vlm, sae)
+
+
+def test_a_run_is_read_from_another_folder(
+    tmp_path: Path, vlm: VLM, sae: SAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_task_file(tmp_path / "small.tsv", images=1)
+    monkeypatch.chdir(tmp_path)
+    run_tiny(tmp_path / "run", [open_task("small.tsv")], vlm, sae, plan=RANDOM)
+    monkeypatch.chdir("/")
+    assert open_run(tmp_path / "run").scores()["small"]["full"].counts["answered"] == 2
+
+
+def test_a_run_takes_further_methods(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    tasks = [open_tiny_task(tmp_path, images=2)]
+    few = replace(PLAN, methods=["torino-m", "random"])
+    run_tiny(tmp_path / "grown", tasks, vlm, sae, plan=few)
+    before = {(row["setting"], row["index"]): row for row in open_run(tmp_path / "grown").rows()}
+    run_tiny(tmp_path / "grown", tasks, vlm, sae)
+    run_tiny(tmp_path / "whole", tasks, vlm, sae)
+    assert answer_table(tmp_path / "grown") == answer_table(tmp_path / "whole")
+    after = {(row["setting"], row["index"]): row for row in open_run(tmp_path / "grown").rows()}
+    assert before.items() <= after.items()
+    assert len(open_run(tmp_path / "grown").metadata["added"]) == 1
+    run_tiny(tmp_path / "grown", tasks, vlm, sae, plan=few)  # fewer again: nothing is lost
+    assert answer_table(tmp_path / "grown") == answer_table(tmp_path / "whole")
+
+
+def test_other_options_are_another_run(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    tasks = [open_tiny_task(tmp_path, images=1)]
+    run_tiny(tmp_path / "run", tasks, vlm, sae, plan=RANDOM)
+    for option, old, new in (
+        ("padding", "crop", "square"),
+        ("positions", "auto", "original"),
+        ("attention", "auto", "proportional"),
+    ):
+        session = VLM(vlm.model, vlm.processor, **{option: new})
+        with pytest.raises(BadParameter, match=f"started with {option} '{old}', and now it is '{new}'"):
+            run_tiny(tmp_path / "run", tasks, session, sae, plan=RANDOM)
+    with pytest.raises(BadParameter, match=r"own is divprune\(budget=5\), and now it would be divprune\(budget=6\)"):
+        new_settings(
+            tmp_path, [{"id": "own", "spec": "divprune(budget=5)"}], [{"id": "own", "spec": "divprune(budget=6)"}]
+        )
+    with pytest.raises(BadParameter, match="other tasks or other data"):
+        run_tiny(tmp_path / "run", [open_tiny_task(tmp_path, "other", images=1)], vlm, sae, plan=RANDOM)
+    write_task_file(tmp_path / "small.tsv", images=2)
+    with pytest.raises(BadFile, match="is not the file of this run"):
+        open_run(tmp_path / "run").scores()
+    with pytest.raises(BadFile, match="is not a run"):
+        open_run(tmp_path)

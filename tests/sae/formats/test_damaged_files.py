@@ -1,0 +1,130 @@
+"""Damaged and malicious SAE files."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_cases import (
+    GROUPS,
+    C,
+    D,
+    k_and_threshold,
+    linear_weights,
+    make_full_sae,
+    parameter_weights,
+    random_tensor,
+    write_files,
+)
+
+from torino.core.errors import BadFile, BadParameter
+from torino.sae import SAE
+from torino.sae.formats import write_sae
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.6, 0.99])
+@pytest.mark.parametrize("layout", ["torino", "dictionary_learning", "saelens"])
+def test_truncated_files(tmp_path: Path, fraction: float, layout: str) -> None:
+    write_sae(make_full_sae("topk"), tmp_path, layout)
+    weights = next(path for path in tmp_path.iterdir() if path.suffix != ".json")
+    data = weights.read_bytes()
+    weights.write_bytes(data[: int(len(data) * fraction)])
+    with pytest.raises(BadFile, match="truncated") as caught:
+        SAE.load(tmp_path)
+    assert weights.name in str(caught.value)
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.write_text, (self.target, "ran")
+
+
+@pytest.mark.parametrize("how", ["torch", "pickle"])
+def test_a_malicious_pickle_does_not_run(tmp_path: Path, how: str) -> None:
+    mark = tmp_path / "mark.txt"
+    state = linear_weights(b_dec=random_tensor(D), k=Bomb(mark))  # type: ignore[arg-type]
+    if how == "torch":
+        torch.save(state, tmp_path / "ae.pt")
+    else:
+        (tmp_path / "ae.pt").write_bytes(pickle.dumps(Bomb(mark), protocol=2))
+    with pytest.raises(BadFile, match="was not loaded"):
+        SAE.load(tmp_path)
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(Bomb(mark)))
+    assert mark.exists()  # without protection the code runs
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"W_enc": ...}, "has an unknown layout"),
+        ({"W_dec": ...}, "no 'W_dec'"),
+        ({"b_enc": ...}, "no 'b_enc'"),
+        ({"W_dec": random_tensor(D, C)}, r"'W_dec' .* has shape \(8, 24\), but 'W_enc' requires \(24, 8\)"),
+        ({"W_enc": random_tensor(C)}, "not that of a matrix"),
+        ({"W_enc": random_tensor(D, 0)}, "not that of a matrix"),
+        ({"W_enc": random_tensor(C, D)}, "'b_enc'"),
+        ({"b_dec": random_tensor(C)}, "'b_dec'"),
+        ({"W_dec": torch.full((C, D), torch.nan)}, "'W_dec' .* NaN"),
+        ({"b_enc": torch.full((C,), torch.inf)}, "'b_enc' .* NaN or inf"),
+        ({"threshold": torch.tensor(torch.nan)}, "'threshold' .* NaN"),
+        ({"threshold": random_tensor(5)}, "'threshold'"),
+        ({"W_enc": torch.ones(D, C, dtype=torch.int8)}, r"'W_enc' .* torch\.int8"),
+        ({"W_enc": "text"}, "'W_enc' .* str"),
+        ({"k": torch.tensor([1, 2])}, "'k' .* single number"),
+        ({"k": "three"}, "'k' .* 'three'"),
+        ({"group_sizes": torch.tensor([1, 2])}, "add up"),
+        ({"r_mag": random_tensor(C)}, "gated"),
+    ],
+)
+def test_wrong_tensors_are_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    s = parameter_weights(group_sizes=torch.tensor(GROUPS), **k_and_threshold()) | change
+    write_files(tmp_path, "ae.pt", {name: value for name, value in s.items() if value is not ...})
+    with pytest.raises(BadFile, match=words) as caught:
+        SAE.load(tmp_path)
+    assert "ae.pt" in str(caught.value)
+
+
+def test_a_gated_dictionary_is_refused(tmp_path: Path) -> None:
+    s = linear_weights(
+        decoder_bias=random_tensor(D), r_mag=random_tensor(C), gate_bias=random_tensor(C), mag_bias=random_tensor(C)
+    )
+    with pytest.raises(BadFile, match=r"gated SAE, which is not supported\. Accepted: ReLU"):
+        SAE.load(write_files(tmp_path, "ae.pt", s))
+
+
+def test_weights_of_unknown_kind(tmp_path: Path) -> None:
+    with pytest.raises(BadFile, match="kind is unknown"):
+        SAE.load(write_files(tmp_path, "ae.pt", parameter_weights()))
+    with pytest.raises(BadFile, match="has an unknown layout: it contains weight"):
+        SAE.load(write_files(tmp_path, "ae.pt", {"weight": random_tensor(2, 2)}))
+
+
+def test_a_config_that_is_not_json(tmp_path: Path) -> None:
+    write_files(tmp_path, "ae.pt", linear_weights(b_dec=random_tensor(D), **k_and_threshold()))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BadFile, match="not valid JSON"):
+        SAE.load(tmp_path)
+
+
+def test_kind_is_checked(tmp_path: Path) -> None:
+    make_full_sae("relu").save(tmp_path)
+    with pytest.raises(BadParameter, match="kind must be one of 'relu'"):
+        SAE.load(tmp_path, kind="gated")  # type: ignore[arg-type]
+    with pytest.raises(BadFile, match="needs k"):
+        SAE.load(tmp_path, kind="topk")
+
+
+def test_a_file_with_a_threshold_is_read_without_it_as_relu(tmp_path: Path) -> None:
+    SAE(torch.eye(3), W_dec=torch.eye(3), kind="batchtopk", threshold=2.0).save(tmp_path)
+    x = torch.tensor([[3.0, 1.0, -1.0]])
+    assert SAE.load(tmp_path).encode(x).tolist() == [[3.0, 0.0, 0.0]]
+    assert SAE.load(tmp_path, kind="relu").encode(x).tolist() == [[3.0, 1.0, 0.0]]
