@@ -102,7 +102,7 @@ def test_session_equals_reduced(family: str) -> None:
                 reducer = make("random(budget=2)")
             for positions in ("compact", "original"):
                 vlm = VLM(model, _Decoder(), positions=positions)  # type: ignore[arg-type]
-                given = Inputs(dict(inputs), ("",) * rows, ("",) * rows)
+                given = Inputs(dict(inputs), ("",) * rows)
                 for mode, options in GENERATION.items() if single else [("greedy", {})]:
                     generation = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [image_token]} | options
                     if options.get("max_length"):
@@ -121,7 +121,7 @@ def test_all_tokens_equal_the_stock_model(family: str) -> None:
     options = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [int(model.config.image_token_id)]}
     for inputs in batches:
         rows, length = inputs["input_ids"].shape
-        vlm, given = VLM(model, _Decoder()), Inputs(dict(inputs), ("",) * rows, ("",) * rows)
+        vlm, given = VLM(model, _Decoder()), Inputs(dict(inputs), ("",) * rows)
         output = vlm.generate(given, [vlm.reduce(vlm.encode(given), None)], **options)
         assert torch.equal(output.ids, model.generate(**inputs, **options)[:, length:])
 

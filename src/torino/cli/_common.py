@@ -141,7 +141,7 @@ def reads_concepts(method: str) -> bool:
 def default_sae(method: str, model: str | None) -> str | None:
     """Return the SAE of the model package for a method that reads concepts, if there is one."""
     package = find_package(model)
-    return model if package is not None and package.sae is not None and reads_concepts(method) else None
+    return model if package is not None and package.sae is not None and takes_parameter(method, "sae") else None
 
 
 def build_reducer(
@@ -151,7 +151,7 @@ def build_reducer(
     from torino.reducers import make
 
     parameters = {name: value for name, value in options.items() if value is not None}
-    reads = reads_concepts(method)
+    reads = takes_parameter(method, "sae")
     if reads and sae is None:
         raise missing_sae(method)
     if sae is not None and not reads:

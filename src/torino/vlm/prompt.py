@@ -11,13 +11,9 @@ Turn = Mapping[str, Any]
 """A turn of a conversation: ``role``, and ``content``, a list of parts ``{"type": "text", "text": …}`` and
 ``{"type": "image", "image": …}``."""
 
+DEFAULT_MARKER = "<image>"
 # Prompts of families whose processors may lack a chat template.
 TEMPLATES = {"llava": "USER: {images}{question} ASSISTANT:", "paligemma": "{images}{question}"}
-
-
-def image_marker(processor: Any) -> str:
-    """Return the text that marks the place of an image."""
-    return str(getattr(processor, "image_token", None) or "<image>")
 
 
 def user_turn(images: Sequence[Any], question: str) -> Turn:
@@ -28,7 +24,7 @@ def user_turn(images: Sequence[Any], question: str) -> Turn:
 
 def check_question(question: str, processor: Any) -> None:
     """Refuse an empty question, and one that contains the image marker."""
-    marker = image_marker(processor)
+    marker = str(getattr(processor, "image_token", None) or DEFAULT_MARKER)
     if not question.strip():
         raise BadParameter("The question is empty. Ask something, such as 'What is in this image?'.")
     if marker in question:
@@ -54,7 +50,7 @@ def write_prompt(conversation: Sequence[Turn], processor: Any, family: str) -> s
     TorinoError
         If the model has no chat template and none is known for its family, or if its template fails.
     """
-    marker = image_marker(processor)
+    marker = str(getattr(processor, "image_token", None) or DEFAULT_MARKER)
     turns: list[dict[str, Any]] = [
         {"role": str(turn["role"]), "content": [_part(part, marker) for part in turn["content"]]}
         for turn in conversation

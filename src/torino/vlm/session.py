@@ -49,8 +49,10 @@ class Inputs:
     ----------
     tensors : dict
         Output of the model's processor, on the model's device.
-    prompts, questions : tuple of str
-        The text of each prompt with one marker per image, and its bare question.
+    prompts : tuple of str
+        The text of each prompt, with one marker per image.
+    conversations : tuple of conversations
+        What each prompt was written from.
     images : tuple of PIL images
         All images, in order, as the processor received them.
     seconds : float
@@ -59,7 +61,7 @@ class Inputs:
 
     tensors: dict[str, Any]
     prompts: tuple[str, ...]
-    questions: tuple[str, ...]
+    conversations: tuple[Sequence[Turn], ...] = ()
     images: tuple[Image.Image, ...] = field(default=(), repr=False)
     seconds: float = 0.0
 
@@ -148,7 +150,7 @@ class Encoded:
         needs = frozenset[str]() if reducer is None else adapter.needs(reducer)
         images, seconds = self._encode(needs - QUERY_SIGNALS)
         if reducer is not None and needs & QUERY_SIGNALS:
-            query = self.vlm.query_for(self.inputs.questions, reducer)
+            query = self.vlm.query_for(self.inputs, reducer)
             with recording() as asking:
                 images = adapter.add_text_query(images, self.inputs.tensors, reducer, query)
             seconds = {**seconds, **asking}
@@ -258,7 +260,7 @@ class VLM:
         return Inputs(
             tensors,
             tuple(prompts),
-            tuple(last_question(conversation) for conversation in conversations),
+            tuple(conversations),
             tuple(image for row in images for image in row),
             time.perf_counter() - begin,
         )
@@ -267,8 +269,8 @@ class VLM:
         """Open an image and pad it as the session does; an image that was opened before is returned unchanged."""
         return prepare(open_image(image), self.padding, self._color)
 
-    def query_for(self, questions: Sequence[str], reducer: Reducer | None) -> TextQuery | None:
-        """Return the text query of some prompts, if the reducer reads it.
+    def query_for(self, inputs: Inputs, reducer: Reducer | None) -> TextQuery | None:
+        """Return the text query of some inputs, if the reducer reads it.
 
         Raises
         ------
@@ -282,7 +284,7 @@ class VLM:
                 f"{reducer.spec} chooses patches by the question, which the text tower of a CLIP must read. Give it "
                 "(--clip NAME, or text_query=load_clip_text(NAME)), or choose another method."
             )
-        return self.text_query.query(list(questions))
+        return self.text_query.query([last_question(conversation) for conversation in inputs.conversations])
 
     # ------------------------------------------------------------------ encode, reduce, generate
 
@@ -459,7 +461,7 @@ class VLM:
         if reducer is None:
             logits: Tensor = self.model(**tensors).logits
         else:
-            query = self.query_for(inputs.questions, reducer)
+            query = self.query_for(inputs, reducer)
             options: Mapping[str, Any] = {"positions": self.positions, "attention": self.attention}
             with reduced(self.model, reducer, text_query=query, **options):
                 logits = self.model(**tensors).logits  # of the reduced prompt, which ends alike

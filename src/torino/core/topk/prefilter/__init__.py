@@ -1,8 +1,8 @@
 """Exact top-k search with an int8 prefilter, at a fraction of the cost of the float32 product.
 
 An integer product of 8-bit tokens and weights selects candidates, a bound proves that no other latent can be among the
-top k, and only the candidates are scored as defined in :mod:`torino.core.topk.exact`. ``research/reports/fast.md`` explains the
-mathematics.
+top k, and only the candidates are scored as defined in :mod:`torino.core.topk.exact`. The mathematics is explained in
+``research/reports/fast.md``.
 """
 
 from __future__ import annotations
