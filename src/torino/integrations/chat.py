@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
 
 from torino.core.concepts import RawEmbedding
 from torino.core.device import resolve_device
@@ -18,6 +20,7 @@ from torino.reducers import Reducer, make
 from torino.sae import SAE
 from torino.vlm.adapters.base import QUERY_SIGNALS, Positions
 from torino.vlm.attention import Attention
+from torino.vlm.context import reduced
 from torino.vlm.prompt import Turn, turn_images
 from torino.vlm.session import Inputs, load_vlm
 from torino.vlm.text_query import load_clip_text
@@ -193,13 +196,33 @@ class ChatModel:
                 texts[i] = text.strip()
         return texts
 
+    @torch.no_grad()
     def loss(self, conversation: Sequence[Turn], continuation: str) -> tuple[float, bool]:
-        """Return the mean negative log-probability of a continuation, and whether it is the greedy one."""
-        inputs = self.vlm.chat_inputs([conversation])
-        if self.vlm.adapter.has_images(inputs.tensors):
-            reduction = self.vlm.reduce(self.vlm.encode(inputs, [self.reducer]), self.reducer)
-            self._count(inputs, reduction.tokens, sum(reduction.encoded.full))
-        return self.vlm.score(inputs, continuation, self.reducer)
+        """Return the mean negative log-probability of a continuation, and whether greedy decoding would produce it."""
+        vlm, reducer = self.vlm, self.reducer
+        tokenizer = vlm.processor.tokenizer
+        written = tokenizer(continuation, add_special_tokens=False, return_tensors="pt")["input_ids"].to(vlm.device)
+        count = written.shape[1]
+        if not count:
+            raise BadParameter("The continuation is empty, so it has no likelihood.")
+        inputs = vlm.chat_inputs([conversation])
+        tensors = dict(inputs.tensors)
+        tensors["input_ids"] = torch.cat([tensors["input_ids"], written], 1)
+        for name in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
+            if name in tensors:
+                tensors[name] = pad(tensors[name], (0, count), value=int(name == "attention_mask"))
+        full = int((inputs.tensors["input_ids"] == vlm.adapter.image_token).sum())
+        if reducer is None:
+            logits: Tensor = vlm.model(**tensors).logits
+            self._count(inputs, full, full)
+        else:
+            query = vlm.query_for(inputs, reducer)
+            options: Mapping[str, Any] = {"positions": vlm.positions, "attention": vlm.attention}
+            with reduced(vlm.model, reducer, text_query=query, **options) as trace:
+                logits = vlm.model(**tensors).logits  # of the reduced prompt, which ends alike
+            self._count(inputs, full - trace.before + trace.after, full)
+        scores = logits[0, -count - 1 : -1].float()
+        return float(cross_entropy(scores, written[0])), bool((scores.argmax(-1) == written[0]).all())
 
     def _count(self, inputs: Inputs, after: int, before: int) -> None:
         self.images += len(inputs.images)

@@ -15,7 +15,6 @@ from typing import Any, cast, get_args
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
 
 from torino.core.concepts import CachedEncoder
 from torino.core.errors import BadParameter, MissingSignal, TorinoError
@@ -32,7 +31,6 @@ from torino.vlm.adapters.base import (
     position_mode,
 )
 from torino.vlm.attention import Attention, log_sizes, uses_proportional
-from torino.vlm.context import reduced
 from torino.vlm.generate import FirstTokenClock, GenerateCall, run_generate
 from torino.vlm.loading import ModelPackage, load_model, model_package
 from torino.vlm.prefix import PrefixCache
@@ -436,37 +434,6 @@ class VLM:
             trace=trace,
             seen=tuple(as_seen(inputs.tensors, self.processor, inputs.images)),
         )
-
-    @torch.no_grad()
-    def score(self, inputs: Inputs, continuation: str, reducer: Reducer | None = None) -> tuple[float, bool]:
-        """Return how likely a continuation of one prompt is.
-
-        Returns
-        -------
-        loss : float
-            Mean negative log-probability of its tokens.
-        greedy : bool
-            Whether greedy decoding would produce it.
-        """
-        tokenizer = self.processor.tokenizer
-        written = tokenizer(continuation, add_special_tokens=False, return_tensors="pt")["input_ids"].to(self.device)
-        count = written.shape[1]
-        if not count:
-            raise BadParameter("The continuation is empty, so it has no likelihood.")
-        tensors = dict(inputs.tensors)
-        tensors["input_ids"] = torch.cat([tensors["input_ids"], written], 1)
-        for name in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
-            if name in tensors:
-                tensors[name] = pad(tensors[name], (0, count), value=int(name == "attention_mask"))
-        if reducer is None:
-            logits: Tensor = self.model(**tensors).logits
-        else:
-            query = self.query_for(inputs, reducer)
-            options: Mapping[str, Any] = {"positions": self.positions, "attention": self.attention}
-            with reduced(self.model, reducer, text_query=query, **options):
-                logits = self.model(**tensors).logits  # of the reduced prompt, which ends alike
-        scores = logits[0, -count - 1 : -1].float()
-        return float(cross_entropy(scores, written[0])), bool((scores.argmax(-1) == written[0]).all())
 
 
 def load_vlm(
