@@ -5,6 +5,7 @@ python scripts/make_methods.py
 
 from __future__ import annotations
 
+import re
 from inspect import getdoc
 from pathlib import Path
 
@@ -15,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "methods.md"
 HEAD = """# Methods
 
-All reducers share one interface: `plan(tokens)` returns a `Reduction`, and `budget` is the exact number of tokens passed to the language
-model. They are written from their papers and from the behavior of the released code, without using that code. Symbols are explained in
-[How it works](how-it-works.md#symbols). Methods "in every block" work inside the vision tower, see
-[Families](guides/reduce-in-your-model.md#families).
+All reducers share one interface: `plan(tokens)` returns a `Reduction`, and `budget` is the exact number of tokens
+passed to the language model. They are written from their papers and from the behavior of the released code, without
+using that code. Symbols are explained in [How it works](how-it-works.md#symbols). Methods "in every block" work inside
+the vision tower, see [Families](guides/reduce-in-your-model.md#families).
 
 This page is generated from the classes by `scripts/make_methods.py`.
 """
@@ -40,15 +41,18 @@ def entry(name: str) -> str:
 
 
 def description(cls: type[Reducer]) -> str:
-    """Return the docstring of a class up to its parameters."""
-    return (getdoc(cls) or "").split("\nParameters\n")[0].strip()
+    """Return the docstring of a class up to its parameters, as Markdown."""
+    text = (getdoc(cls) or "").split("\nParameters\n")[0].strip()
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
 
 
 def page() -> str:
     """Return the whole page."""
     rows = [describe(name) for name in methods()]
     table = ["| Name | " + " | ".join(COLUMNS) + " |", "| --- |" + " --- |" * len(COLUMNS)]
-    table += [f"| [`{row['name']}`](#{row['name']}) | " + " | ".join(row[c] for c in COLUMNS.values()) + " |" for row in rows]
+    table += [
+        f"| [`{row['name']}`](#{row['name']}) | " + " | ".join(row[c] for c in COLUMNS.values()) + " |" for row in rows
+    ]
     return "\n\n".join([HEAD.rstrip(), "\n".join(table), *map(entry, methods())]) + "\n"
 
 

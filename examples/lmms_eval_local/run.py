@@ -1,10 +1,10 @@
-"""Run torino's reducers in lmms-eval on a task that lies on this disk, with a model that is built here.
+"""Run torino's reducers in lmms-eval on a local task, with a tiny model that this script builds.
 
     python examples/lmms_eval_local/run.py FOLDER
 
-Writes into FOLDER a LLaVA of some thousand random weights, an SAE, and eight pictures with a question each; then runs
-lmms-eval's own command once for each reducer. The right answers are those of the stock model, made with transformers
-alone, so exact match tells how often a reducer leaves the answer as it was. Nothing is fetched.
+Writes a LLaVA with random weights, an SAE, and eight images with a question each to FOLDER, then runs lmms-eval's own
+command once for each reducer. The expected answers are those of the stock model in plain transformers, so exact match
+is the share of answers that a reducer leaves unchanged. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 HERE = Path(__file__).resolve().parent
-SIDE, WIDTH, PICTURES, LENGTH = 112, 32, 8, 2
+SIDE, WIDTH, IMAGES, LENGTH = 112, 32, 8, 2
 QUESTION = "what is this ?"
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "USER:", "ASSISTANT:", "what", "is", "this", "?"]
 WORDS += [f"word{number}" for number in range(53)]
@@ -55,8 +55,8 @@ def build_model(folder: Path) -> None:
     model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=4))
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.25)  # wide enough that answers hang on the picture
-    model.generation_config.suppress_tokens = list(range(11))  # answers are made of word0, word1, …
+            torch.nn.init.normal_(parameter, std=0.25)  # large enough for answers to depend on the image
+    model.generation_config.suppress_tokens = list(range(11))  # answers consist of word0, word1, …
     model.save_pretrained(folder)
     inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -76,40 +76,40 @@ def build_model(folder: Path) -> None:
 
 
 def build_sae(folder: Path) -> None:
-    """Write an SAE of random weights for the tower."""
+    """Write an SAE with random weights for the tower."""
     from torino import SAE
 
-    source = torch.Generator().manual_seed(1)
-    weights = torch.randn(2, 96, WIDTH, generator=source)
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(2, 96, WIDTH, generator=generator)
     SAE(weights[0], W_dec=weights[1]).save(folder)
 
 
-def picture(seed: int) -> Image.Image:
-    """Squares of a few colours, with some noise."""
-    source = np.random.default_rng(seed)
-    areas = source.integers(0, 200, (4, 4, 3)).repeat(28, 0).repeat(28, 1)
-    return Image.fromarray((areas + source.integers(0, 40, areas.shape)).astype(np.uint8))
+def make_image(seed: int) -> Image.Image:
+    """Return an image of colored squares with some noise."""
+    rng = np.random.default_rng(seed)
+    areas = rng.integers(0, 200, (4, 4, 3)).repeat(28, 0).repeat(28, 1)
+    return Image.fromarray((areas + rng.integers(0, 40, areas.shape)).astype(np.uint8))
 
 
 def build_data(file: Path, model_folder: Path) -> None:
-    """Write pictures, questions and the stock model's answers as parquet, in the layout of Hugging Face datasets."""
+    """Write images, questions and the stock model's answers as parquet, in the layout of Hugging Face datasets."""
     from datasets import Dataset, Features, Value
-    from datasets import Image as Pictures
+    from datasets import Image as ImageFeature
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     model = AutoModelForImageTextToText.from_pretrained(model_folder).eval()
     processor = AutoProcessor.from_pretrained(model_folder)
-    shown = [picture(seed) for seed in range(PICTURES)]
+    images = [make_image(seed) for seed in range(IMAGES)]
     answers: list[str] = []
-    for one in shown:
-        inputs = processor(images=one, text=f"USER: <image> {QUESTION} ASSISTANT:", return_tensors="pt")
+    for image in images:
+        inputs = processor(images=image, text=f"USER: <image> {QUESTION} ASSISTANT:", return_tensors="pt")
         out = model.generate(**inputs, max_new_tokens=LENGTH, do_sample=False)
         answers.append(processor.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
-    print(f"{len(set(answers))} different answers to {len(answers)} pictures")
+    print(f"{len(set(answers))} different answers to {len(answers)} images")
     file.parent.mkdir(parents=True, exist_ok=True)
-    kinds = Features({"image": Pictures(), "question": Value("string"), "answer": Value("string")})
-    rows = {"image": shown, "question": [QUESTION] * PICTURES, "answer": answers}
-    Dataset.from_dict(rows, features=kinds).to_parquet(file)
+    features = Features({"image": ImageFeature(), "question": Value("string"), "answer": Value("string")})
+    rows = {"image": images, "question": [QUESTION] * IMAGES, "answer": answers}
+    Dataset.from_dict(rows, features=features).to_parquet(file)
 
 
 def evaluate(folder: Path, reducer: str, *more: str) -> float:
@@ -130,24 +130,26 @@ def evaluate(folder: Path, reducer: str, *more: str) -> float:
 
 
 def main() -> None:
-    """Build what is missing, run every reducer, and print a table."""
+    """Build the missing files, run every reducer, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where model, data and results go")
+    parser.add_argument("folder", type=Path, help="folder for the model, the data and the results")
     parser.add_argument("--reducers", nargs="+", default=REDUCERS, help="specs, with ; for commas")
-    parser.add_argument("--simple", action="store_true", help="run the kit's simple way of asking instead of chat")
-    given = parser.parse_args()
-    folder: Path = given.folder.resolve()
+    parser.add_argument(
+        "--simple", action="store_true", help="use lmms-eval's simple models instead of its chat models"
+    )
+    args = parser.parse_args()
+    folder: Path = args.folder.resolve()
     if not (folder / "data" / "test.parquet").is_file():
         build_model(folder / "model")
         build_sae(folder / "sae")
         build_data(folder / "data" / "test.parquet", folder / "model")
-    more = ["--force_simple"] if given.simple else []
-    found = {reducer: evaluate(folder, reducer, *more) for reducer in given.reducers}
+    more = ["--force_simple"] if args.simple else []
+    scores = {reducer: evaluate(folder, reducer, *more) for reducer in args.reducers}
     print("\n| reducer | exact match with the stock model |\n| --- | ---: |")
-    for reducer, score in found.items():
+    for reducer, score in scores.items():
         print(f"| `{reducer}` | {score:.3f} |")
-    if found.get("none", 1.0) != 1.0:
-        sys.exit("With all tokens the kit must get the stock model's own answers, and did not.")
+    if scores.get("none", 1.0) != 1.0:
+        sys.exit("With all tokens, lmms-eval must get the answers of the stock model, but it got others.")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What the task asks of a row: its picture and its question."""
+"""Read the image and the question of a row."""
 
 
 def doc_to_visual(doc):
-    """The pictures of a row."""
+    """Return the images of a row."""
     return [doc["image"].convert("RGB")]
 
 
 def doc_to_text(doc, lmms_eval_specific_kwargs=None):
-    """The question of a row."""
+    """Return the question of a row."""
     return doc["question"]

@@ -1,4 +1,4 @@
-"""The command ``torino compare``: one question answered with the tokens of several methods."""
+"""The command ``torino compare``."""
 
 from __future__ import annotations
 
@@ -10,73 +10,72 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import typer
 from PIL import Image
-from test_ask import QUESTION, _build, photo
-from typer.testing import CliRunner
 
-from torino import SAE, TorinoError, make
-from torino.cli.compare import EPILOG, compare
+from tests.support.command import CommandOutput, run_torino
+from tests.support.tiny_vlm import QUESTION, build_llava, photo, write_clip, write_files
+from torino import SAE, make
 from torino.sae import SAECard
-from torino.vlm.session import ask, load_vlm
-
-app = typer.Typer(rich_markup_mode="rich")
-app.command(epilog=EPILOG)(compare)
-
-
-def torino(*words: str | Path) -> Any:
-    return CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": "160", "NO_COLOR": "1"})
+from torino.vlm import VLM, ask, load_clip_text, load_vlm
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("compare")
-    _build(folder / "llava")
-    _build(folder / "siglip", has_cls=False)
-    torch.manual_seed(1)
-    sae = SAE(torch.randn(24, 32), W_dec=torch.randn(24, 32), card=SAECard(block=1))
-    sae.save(folder / "sae")
-    photo().save(folder / "photo.png")
+    folder = write_files(tmp_path_factory.mktemp("compare"))
+    build_llava(folder / "siglip", has_cls=False)
+    sae = SAE.load(folder / "sae")
+    SAE(sae.W_enc, W_dec=sae.W_enc, card=SAECard(block=1)).save(folder / "other")  # of any encoder
     return folder
 
 
-def compared(home: Path, *others: str | Path, model: str = "llava") -> Any:
-    given = ("--model", home / model, "--sae", home / "sae", "--max-new-tokens", "4", "--device", "cpu", *others)
-    return torino(home / "photo.png", QUESTION, *given)
+@pytest.fixture(scope="module")
+def vlm(home: Path) -> VLM:
+    return load_vlm(home / "llava")
 
 
-def test_compare_asks_with_every_method(home: Path, tmp_path: Path) -> None:
-    done = compared(home, "--budget", "6", "-o", tmp_path / "all.png", "--json")
-    assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    rows = {row["method"]: row for row in told["answers"]}
+def compare(home: Path, *options: str | Path, model: str = "llava", sae: str = "sae", code: int = 0) -> CommandOutput:
+    given = ("--model", home / model, "--max-new-tokens", "4", "--device", "cpu")
+    saes = ("--sae", home / sae) if sae else ()
+    output = () if "-o" in options else ("-o", home / "compare.png")
+    return run_torino("compare", home / "photo.png", QUESTION, *given, *saes, *output, *options, code=code)
+
+
+def answers(home: Path, *options: str | Path, **others: Any) -> dict[str, dict[str, Any]]:
+    """Run with ``--json`` and return the rows by spec."""
+    rows = json.loads(compare(home, *options, "--json", **others).out)["answers"]
+    assert rows[0]["method"] == "full"
+    return {row["spec"] or "full": row for row in rows}
+
+
+def test_compare_asks_with_every_method(home: Path, tmp_path: Path, vlm: VLM) -> None:
+    result = json.loads(compare(home, "--budget", "6", "-o", tmp_path / "all.png", "--json").out)
+    rows = {row["method"]: row for row in result["answers"]}
     assert next(iter(rows)) == "full"
     assert list(rows)[1:3] == ["torino-m", "torino-p"]
     assert {"tome-tower", "gtp-tower", "visionzip", "divprune", "random"} <= set(rows)
     assert "cdpruner" not in rows
-    vlm = load_vlm(home / "llava")
     full = ask(photo(), QUESTION, model=vlm, max_new_tokens=4)
     assert (rows["full"]["answer"], rows["full"]["tokens"]) == (full.text.strip(), 16)
     sae = SAE.load(home / "sae")
     for name in ("torino-m", "tome-tower", "visionzip", "random"):
-        made = make(rows[name]["spec"], **({"sae": sae} if name.startswith("torino") else {}))
-        alone = ask(photo(), QUESTION, model=vlm, reducer=made, max_new_tokens=4)
+        reducer = make(rows[name]["spec"], **({"sae": sae} if name.startswith("torino") else {}))
+        alone = ask(photo(), QUESTION, model=vlm, reducer=reducer, max_new_tokens=4)
         assert rows[name]["answer"] == alone.text.strip(), name
         assert rows[name]["tokens"] == alone.after
         assert rows[name]["same"] == (alone.text.strip() == full.text.strip())
     assert rows["tome-tower"]["plan_ms"] is None
     assert rows["visionzip"]["plan_ms"] > 0
-    failed = [row["label"] for row in told["answers"] if "error" in row]
-    assert sorted(note.partition(" was left out: ")[0] for note in told["notes"]) == sorted(failed)
-    assert told["picture"] == str(tmp_path / "all.png")
+    failed = [row["label"] for row in result["answers"] if "error" in row]
+    assert sorted(note.partition(" was left out: ")[0] for note in result["notes"]) == sorted(failed)
+    assert result["budget"] == [6]
+    assert result["picture"] == str(tmp_path / "all.png")
     assert Image.open(tmp_path / "all.png").width > 1000
 
 
 def test_compare_prints_a_table_and_encodes_once(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward_passes = list[int]()
 
-    def load_counted(*given: Any, **options: Any) -> Any:
+    def load_counted(*given: Any, **options: Any) -> VLM:
         vlm = load_vlm(*given, **options)
         embedding: Any = vlm.model.model.vision_tower.get_submodule("embeddings.patch_embedding")
         embedding.register_forward_hook(lambda *_: forward_passes.append(1))
@@ -84,70 +83,126 @@ def test_compare_prints_a_table_and_encodes_once(home: Path, tmp_path: Path, mon
 
     monkeypatch.setattr("torino.vlm.load_vlm", load_counted)
     methods = "random(budget=16),visionzip,torino-m,hired"
-    done = compared(home, "--budget", "5", "--methods", methods, "-o", tmp_path / "few.png")
-    assert done.exit_code == 0, done.output
+    done = compare(home, "--budget", "5", "--methods", methods, "-o", tmp_path / "few.png")
     assert len(forward_passes) == 1
-    lines = done.stdout.splitlines()
+    lines = done.out.splitlines()
     assert re.match(r"method +tokens +plan, ms +answer", lines[0])
     assert re.match(r"All tokens +16 ", lines[1])
-    assert re.match(r"random\(budget=16\) +16 +[0-9.]+ += ", lines[2]), (
-        "all patches are kept, so the answer is the same"
-    )
+    assert re.match(r"random\(budget=16\) +16 +[0-9.]+ += ", lines[2]), "all patches are kept: the same answer"
     assert re.match(r"VisionZip +5 ", lines[3])
-    assert re.search(r"= same answer as with all 16 tokens \([1-4] of 4 methods\)", " ".join(done.stdout.split()))
-    assert "Loading" not in done.output
+    assert re.search(r"= same answer as with all 16 tokens \([1-4] of 4 methods\), ≠ another answer", done.text)
+    assert f"Wrote {tmp_path / 'few.png'}" in done.text
+    assert "Loading" not in done.text
 
 
-def test_what_the_tower_cannot_serve_is_left_out(home: Path, tmp_path: Path) -> None:
-    done = compared(
-        home, "--budget", "5", "--methods", "hired,random,torino-p", "-o", tmp_path / "a.png", "--json", model="siglip"
-    )
-    assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert [row["method"] for row in told["answers"] if "error" not in row] == ["full", "random", "torino-p"]
-    (note,) = told["notes"]
+def test_other_answers_are_marked(home: Path, vlm: VLM) -> None:
+    specs = [f"random(budget=3, seed={seed})" for seed in range(6)]
+    full = ask(photo(), QUESTION, model=vlm, max_new_tokens=4).text
+    other = [ask(photo(), QUESTION, model=vlm, reducer=make(s), max_new_tokens=4).text != full for s in specs]
+    assert any(other), "a test of the mark needs a method with another answer"
+    lines = compare(home, "--methods", ",".join(specs)).out.splitlines()[2:8]
+    assert [("≠" in line, "=" in line.partition(")")[2]) for line in lines] == [(each, not each) for each in other]
+
+
+def test_several_budgets(home: Path) -> None:
+    rows = answers(home, "--budget", "8,4,8", "--methods", "random,divprune,tome(budget=5)")
+    assert {spec: row["tokens"] for spec, row in rows.items()} == {
+        "full": 16,
+        "random(budget=8, seed=0)": 8,
+        "random(budget=4, seed=0)": 4,
+        "divprune(budget=8)": 8,
+        "divprune(budget=4)": 4,
+        "tome(budget=5)": 5,
+    }
+
+
+def test_a_method_in_brackets_gets_the_budget(home: Path, vlm: VLM) -> None:
+    rows = answers(home, "--budget", "8", "--methods", 'divprune(space="projected"),torino-m(k=1, delta=1)')
+    assert [(spec, row["tokens"]) for spec, row in rows.items()] == [
+        ("full", 16),
+        ("divprune(space='projected', budget=8)", 8),
+        ("torino-m(k=1, delta=1, budget=8)", 8),
+    ]
+    alone = ask(photo(), QUESTION, model=vlm, reducer=make("divprune(space='projected', budget=8)"), max_new_tokens=4)
+    assert rows["divprune(space='projected', budget=8)"]["answer"] == alone.text.strip()
+
+
+def test_a_budget_that_no_method_can_meet_is_an_error(home: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "none.png"
+    failed = compare(home, "--budget", "600", "--methods", "random,divprune", "-o", picture, code=2)
+    assert failed.err.startswith("torino: No method could answer. Random: ")
+    assert "600" in failed.err
+    assert failed.out == ""
+    assert not picture.exists()
+
+
+def test_a_method_that_reads_the_question(home: Path, tmp_path: Path, vlm: VLM) -> None:
+    clip = write_clip(tmp_path / "clip", vlm)
+    rows = answers(home, "--budget", "5", "--methods", "cdpruner,random", "--clip", clip, sae="")
+    session = VLM(vlm.model, vlm.processor, text_query=load_clip_text(clip))
+    alone = ask(photo(), QUESTION, model=session, reducer=make("cdpruner(budget=5)"), max_new_tokens=4)
+    assert (rows["cdpruner(budget=5)"]["tokens"], rows["cdpruner(budget=5)"]["answer"]) == (5, alone.text.strip())
+    everything = answers(home, "--budget", "5", "--clip", clip)
+    assert "cdpruner" in {row["method"] for row in everything.values()}
+
+
+def test_methods_that_the_tower_cannot_serve_are_left_out(home: Path, tmp_path: Path) -> None:
+    options = ("--budget", "5", "--methods", "hired,random,torino-p", "-o", tmp_path / "a.png", "--json")
+    result = json.loads(compare(home, *options, model="siglip", sae="other").out)
+    assert [row["method"] for row in result["answers"] if "error" not in row] == ["full", "random", "torino-p"]
+    (note,) = result["notes"]
     assert re.match(r"HiRED was left out: .*cls_attention", note)
     assert Image.open(tmp_path / "a.png").size[1] > 200
 
 
-def test_a_method_that_fails_is_told(home: Path, tmp_path: Path) -> None:
-    done = compared(home, "--budget", "40", "--methods", "torino-p,random(budget=6)", "-o", tmp_path / "a.png")
-    assert "TORINO-P was left out: torino-p cannot give 40 tokens" in " ".join(done.output.split())
-    assert "random(budget=6)" in done.stdout
-    assert "TORINO" not in done.stdout
-    without = torino(home / "photo.png", QUESTION, "--model", home / "llava", "-o", tmp_path / "b.png", "--budget", "5")
-    assert "Left out: torino-m, torino-p, torino-x, scts, which read concepts: give --sae." in " ".join(
-        without.output.split()
-    )
+def test_a_method_that_fails_is_reported(home: Path) -> None:
+    done = compare(home, "--budget", "40", "--methods", "torino-p,random(budget=6)")
+    assert "TORINO-P was left out: torino-p cannot give 40 tokens" in done.text
+    assert "random(budget=6)" in done.out
+    assert "TORINO" not in done.out
+    without = compare(home, "--budget", "5", sae="")
+    assert "Left out: torino-m, torino-p, torino-x, scts, which read concepts: give --sae." in without.text
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         (["--methods", "cdpruner"], "chooses patches by the question"),
         (["--methods", "magic"], "magic"),
         (["--methods", ","], "nothing to compare"),
+        (["--methods", "torino-m(spice=1)"], "spice"),
+        (["--budget", "few"], "--budget takes token counts"),
+        (["--budget", "0"], "--budget takes token counts"),
+        (["--budget", "none"], "nothing to compare"),
         (["-o", "a.gif"], "--output must end in .png"),
         (["--model", "./nowhere"], "There is no folder './nowhere'"),
     ],
 )
-def test_compare_says_what_is_wrong(home: Path, options: list[str], told: str) -> None:
-    failed = compared(home, *options)
-    assert isinstance(failed.exception, TorinoError), failed.output
-    assert told in str(failed.exception)
+def test_errors_are_one_sentence(home: Path, options: list[str], expected: str) -> None:
+    failed = compare(home, *options, code=2)
+    assert failed.err.startswith("torino: ")
+    assert expected in failed.text
+    assert failed.out == ""
 
 
-def test_unknown_choice_is_refused(home: Path) -> None:
-    failed = compared(home, "--padding", "round")
-    assert failed.exit_code == 2
-    assert "'round' is not one of 'crop', 'square'" in " ".join(failed.output.split())
+@pytest.mark.parametrize(
+    ("option", "value", "choices"),
+    [
+        ("--padding", "round", "'crop', 'square'"),
+        ("--positions", "own", "'auto', 'compact', 'original'"),
+        ("--attention", "heavy", "'auto', 'plain', 'proportional'"),
+    ],
+)
+def test_unknown_choices_are_usage_errors(home: Path, option: str, value: str, choices: str) -> None:
+    failed = compare(home, option, value, code=2)
+    assert f"'{value}' is not one of {choices}" in failed.text
 
 
 def test_help_has_examples() -> None:
-    assert 'torino compare photo.jpg "What is this?"' in " ".join(torino("--help").stdout.split())
+    assert 'torino compare photo.jpg "What is this?"' in run_torino("compare", "--help").text
 
 
 def test_import_is_light() -> None:
     code = "import sys, torino.cli.compare; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"transformers", "PIL", "huggingface_hub"} & set(loaded)
+    assert not {"torch", "transformers", "PIL", "huggingface_hub"} & set(loaded)

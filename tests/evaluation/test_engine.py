@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,7 +155,9 @@ def test_a_question_that_cannot_be_asked_fails_alone(vlm: VLM) -> None:
         questions = [QuestionToAsk(number, text, 2) for number, text in enumerate(texts)]
         answers = answer_all(Engine(session, reducers), questions)
         assert len(answers) == 9
-        assert {answer.key for answer in answers if answer.error} == {texts.index(text) for text in texts if text != good}
+        assert {answer.key for answer in answers if answer.error} == {
+            texts.index(text) for text in texts if text != good
+        }
         assert sum(bool(answer.error) for answer in answers) == 3
         with pytest.raises(BadParameter, match="question"):
             answer_all(Engine(session, reducers, on_error="stop"), questions)

@@ -172,9 +172,7 @@ def test_a_question_that_cannot_be_asked_is_recorded(tmp_path: Path, vlm: VLM, s
     assert len(list(run.rows())) == 2 * 4
 
 
-def test_a_model_that_fails_on_one_sample(
-    tmp_path: Path, vlm: VLM, sae: SAE, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_on_one_sample(tmp_path: Path, vlm: VLM, sae: SAE, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = type(vlm.model).generate
     calls = {"n": 0}
 
@@ -213,14 +211,22 @@ def test_a_start_that_was_cut_short_is_not_another_run(tmp_path: Path, vlm: VLM,
         run_tiny(tmp_path / "mine", tasks, vlm, sae, plan=RANDOM)
 
 
+def test_a_method_that_cannot_be_evaluated_starts_no_run(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    for plan, expected in (
+        (replace(RANDOM, methods=["cdpruner"]), "a CLIP text tower must read"),
+        (replace(RANDOM, specs=["torino-x(budget=5, pooled=True)"]), "plans each image alone"),
+    ):
+        with pytest.raises(BadParameter, match=expected):
+            run_tiny(tmp_path / "run", [open_tiny_task(tmp_path, images=1)], vlm, sae, plan=plan)
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
     with pytest.raises(BadParameter, match="Two tasks are called small"):
         run_tiny(tmp_path / "run", [open_tiny_task(tmp_path, images=1)] * 2, vlm, sae)
 
 
-def test_a_run_is_read_from_another_folder(
-    tmp_path: Path, vlm: VLM, sae: SAE, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_read_from_another_folder(tmp_path: Path, vlm: VLM, sae: SAE, monkeypatch: pytest.MonkeyPatch) -> None:
     write_task_file(tmp_path / "small.tsv", images=1)
     monkeypatch.chdir(tmp_path)
     run_tiny(tmp_path / "run", [open_task("small.tsv")], vlm, sae, plan=RANDOM)

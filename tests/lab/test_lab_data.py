@@ -14,13 +14,20 @@ import numpy as np
 import pytest
 from PIL import Image
 from torino_lab import pictures
-from torino_lab.benchmarks import BENCHMARKS, TrainConfig
-from torino_lab.collages import OBJECTS, RARE, label, places
-from torino_lab.corpus import MIXTURE, Corpus, check_apart, spoil
+from torino_lab.benchmarks import BENCHMARKS, BenchmarkBuilder
+from torino_lab.collages import OBJECTS, RARE, cell_places, choose_label
+from torino_lab.corpus import MIXTURE, Corpus, check_disjoint, degrade
 from torino_lab.facts import read_facts
 from torino_lab.pictures import RGB, SIDE, zone
-from torino_lab.questions import BUDGET, LONGEST, MOST, Asker, Question, named
-from torino_lab.sheets import KeyWords, blind, fingerprint, key_words, write_tsv
+from torino_lab.questions import (
+    MAX_CAPTION_WORDS,
+    MAX_QUESTIONS,
+    WORD_BUDGET,
+    ImageQuestion,
+    QuestionMaker,
+    with_article,
+)
+from torino_lab.tables import KeywordGrader, blind_accuracy, fingerprint, keyword_score, write_tsv
 from torino_lab.words import ACTIONS, NUMBERS, THINGS, tokens
 
 from torino.core.errors import BadParameter, UnknownName
@@ -37,13 +44,13 @@ SCENES = {
     "pool": ["A child jumps into a pool .", "A child is jumping into the pool .", "A kid swimming in the pool ."],
     "person": ["A woman talks to a woman .", "Two women are talking .", "Two women talk in a room ."],
 }
-COLOURS = {name: (30 * number + 10, 250 - 25 * number, 60 + 90 * (number % 3)) for number, name in enumerate(SCENES)}
+COLORS = {name: (30 * number + 10, 250 - 25 * number, 60 + 90 * (number % 3)) for number, name in enumerate(SCENES)}
 
 
 def photo(name: str, number: int) -> tuple[str, bytes, list[str]]:
     """One colour per scene, so that pixels tell which photo it is; JPEG keeps plain colours within a few steps."""
     file = io.BytesIO()
-    Image.new("RGB", (72, 48) if number % 2 else (48, 64), COLOURS[name]).save(file, "JPEG", quality=95)
+    Image.new("RGB", (72, 48) if number % 2 else (48, 64), COLORS[name]).save(file, "JPEG", quality=95)
     lines = SCENES[name]
     return f"{name}-{number}.jpg", file.getvalue(), [*lines, lines[number % 3], lines[(number + 1) % 3]]
 
@@ -57,8 +64,8 @@ def corpus() -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def recipe() -> TrainConfig:
-    return TrainConfig(PHOTOS, scale=0.05)
+def recipe() -> BenchmarkBuilder:
+    return BenchmarkBuilder(PHOTOS, scale=0.05)
 
 
 def near(pixel: object, colour: tuple[int, int, int]) -> bool:
@@ -83,14 +90,16 @@ def test_a_picture_depends_on_seed_and_index_alone(corpus: Corpus) -> None:
 
 
 def test_each_photo_comes_once_before_any_comes_twice(corpus: Corpus) -> None:
-    shown = [photo for index in range(len(corpus)) if (photo := corpus.shown(index)) is not None]
+    shown = [photo for index in range(len(corpus)) if (photo := corpus.photo_index(index)) is not None]
     count = len(PHOTOS)
     assert len(shown) == 100
     assert sorted(shown[:count]) == sorted(shown[count : 2 * count]) == list(range(count))
     assert shown[:count] != shown[count : 2 * count]
-    assert Counter(corpus.kinds(index) for index in range(100)) == MIXTURE
-    index = next(index for index in range(200) if corpus.kinds(index) == "photo")
-    assert near(corpus[index].image.getpixel((168, 168)), COLOURS[PHOTOS[corpus.shown(index) or 0][0].split("-")[0]])
+    assert Counter(corpus.image_kind(index) for index in range(100)) == MIXTURE
+    index = next(index for index in range(200) if corpus.image_kind(index) == "photo")
+    assert near(
+        corpus[index].image.getpixel((168, 168)), COLORS[PHOTOS[corpus.photo_index(index) or 0][0].split("-")[0]]
+    )
 
 
 def test_questions_keep_to_their_budget_and_form(corpus: Corpus) -> None:
@@ -99,9 +108,9 @@ def test_questions_keep_to_their_budget_and_form(corpus: Corpus) -> None:
         example = corpus[index]
         assert example.image.size == (SIDE, SIDE)
         assert example.image.mode == "RGB"
-        assert 1 <= len(example.questions) <= MOST
+        assert 1 <= len(example.questions) <= MAX_QUESTIONS
         assert (
-            sum(question.size for question in example.questions) <= BUDGET + 10
+            sum(question.size for question in example.questions) <= WORD_BUDGET + 10
         )  # one is exchanged for "what is wrong"
         assert len({question.text for question in example.questions}) == len(example.questions)
         for question in example.questions:
@@ -118,21 +127,21 @@ def test_questions_keep_to_their_budget_and_form(corpus: Corpus) -> None:
 
 def test_captions_use_known_words_only() -> None:
     facts = [read_facts(captions) for _, _, captions in PHOTOS]
-    odd = read_facts(["An odd zyzzyva dog runs", "A dog " + "very " * LONGEST + "big", "A dog"])
-    asker = Asker([*facts, odd])
-    assert asker.caption(odd, Random(0)) == []
+    odd = read_facts(["An odd zyzzyva dog runs", "A dog " + "very " * MAX_CAPTION_WORDS + "big", "A dog"])
+    question_maker = QuestionMaker([*facts, odd])
+    assert question_maker.caption(odd, Random(0)) == []
     for photo in facts:
         for seed in range(5):
-            text = asker.caption(photo, Random(seed))[0].answer
+            text = question_maker.caption(photo, Random(seed))[0].answer
             assert text in photo.captions
             assert not text.endswith((".", " "))
-            assert len(text.split()) <= LONGEST
+            assert len(text.split()) <= MAX_CAPTION_WORDS
 
 
 # ---------------------------------------------------------------------- captions
 
 
-NAMES = {named(name): name for name in THINGS}
+NAMES = {with_article(name): name for name in THINGS}
 
 
 def test_nothing_is_denied_that_a_caption_mentions_or_hides() -> None:
@@ -143,11 +152,13 @@ def test_nothing_is_denied_that_a_caption_mentions_or_hides() -> None:
         ["A surfer rides a wave ."] * 5,
     ]
     facts = [read_facts(captions) for captions in [*tricky, *(captions for _, _, captions in PHOTOS)]]
-    asker = Asker(facts)
+    question_maker = QuestionMaker(facts)
     asked = Counter[str]()
     for photo in facts:
         for seed in range(30):
-            for question in asker.presence(photo, Random(seed), 20) + asker.happening(photo, Random(seed), 20):
+            for question in question_maker.presence(photo, Random(seed), 20) + question_maker.action_presence(
+                photo, Random(seed), 20
+            ):
                 name = re.sub(r"^(Is there|Do you see|Does the photo show) | in the photo\?$|\?$", "", question.text)
                 word = ACTIONS[name] if question.kind == "action" else THINGS[NAMES[name]]
                 mentions = sum(bool(set(tokens(caption)) & word.words) for caption in photo.captions)
@@ -166,11 +177,11 @@ def test_nothing_is_denied_that_a_caption_mentions_or_hides() -> None:
 
 def test_yes_and_no_are_even_for_each_thing() -> None:
     facts = [read_facts(captions) for _, _, captions in PHOTOS]
-    asker = Asker(facts)
+    question_maker = QuestionMaker(facts)
     answers: dict[str, Counter[str]] = {}
     for seed in range(80):
         for number, photo in enumerate(facts):
-            for question in asker.presence(photo, Random(seed * 1000 + number), 99):
+            for question in question_maker.presence(photo, Random(seed * 1000 + number), 99):
                 name = re.sub(r"^(Is there|Do you see) | in the photo\?$|\?$", "", question.text)
                 answers.setdefault(name, Counter())[question.answer] += 1
     for name in ("a dog", "a boat", "a horse", "a bird"):
@@ -182,14 +193,14 @@ def test_yes_and_no_are_even_for_each_thing() -> None:
 def test_what_captions_say() -> None:
     dogs = read_facts(["Two black dogs play .", "Two dogs play in snow", "Three dogs and a ball", "A dog", "Dogs"])
     assert "dog" not in dogs.counts  # they disagree
-    assert dogs.colours["dog"] == ("black", 1)
+    assert dogs.colors["dog"] == ("black", 1)
     assert dogs.things["dog"] == 5
     assert dogs.who == "nobody"
     assert dogs.place() is None  # one caption is not enough
     man = read_facts(
         ["A man in a red shirt surfs", "A man with a blue shirt", "The man is surfing", "A surfer", "a man"]
     )
-    assert "shirt" not in man.colours  # one says red, one says blue
+    assert "shirt" not in man.colors  # one says red, one says blue
     assert man.who == "man"
     assert man.doing() == "surfing"
     assert man.counts["person"] == 1
@@ -209,7 +220,7 @@ def mask(image: Image.Image, colour: str) -> np.ndarray:
 def test_small_shapes_are_where_the_answer_says() -> None:
     found = 0
     for seed in range(60):
-        image, asked = pictures.small(None, Random(seed))
+        image, asked = pictures.small_shapes(None, Random(seed))
         forms = {one.answer: one.text.split()[-1][:-1] for one in asked if one.kind == "shape"}
         for question in asked:
             if question.kind != "small":
@@ -224,9 +235,9 @@ def test_small_shapes_are_where_the_answer_says() -> None:
 
 def test_bars_are_as_tall_as_the_answers_say() -> None:
     for seed in range(12):
-        image, asked = pictures.bars(Random(seed))
+        image, asked = pictures.bar_chart(Random(seed))
         said = {one.text: one.answer for one in asked if not one.options}
-        tall = {colour: int(mask(image, colour)[:320, 18:].any(axis=1).sum()) for colour in pictures.PAINTS}
+        tall = {colour: int(mask(image, colour)[:320, 18:].any(axis=1).sum()) for colour in pictures.SHAPE_COLORS}
         ground = image.getpixel((SIDE - 3, 3))
         tall = {colour: high for colour, high in tall.items() if high > 20 and not near(ground, RGB[colour])}
         assert NUMBERS.index(said["How many bars are there?"]) == len(tall)
@@ -246,7 +257,7 @@ def test_bars_are_as_tall_as_the_answers_say() -> None:
 def test_scenes_of_shapes_agree_with_themselves_and_their_pixels() -> None:
     sides = 0
     for seed in range(40):
-        image, asked = pictures.shapes(Random(seed))
+        image, asked = pictures.shape_scene(Random(seed))
         for one in asked:
             if one.kind == "shape-count" and (match := re.match(r"How many (\w+) shapes are there", one.text)):
                 shown = mask(image, match[1])
@@ -267,7 +278,7 @@ def test_scenes_of_shapes_agree_with_themselves_and_their_pixels() -> None:
 
 def test_signs_say_what_the_answers_say() -> None:
     for seed in range(40):
-        image, asked = pictures.signs(None, Random(seed))
+        image, asked = pictures.sign_scene(None, Random(seed))
         said = {one.text.split("the ")[1].removesuffix(" say?"): one.answer for one in asked if one.kind == "text"}
         assert NUMBERS[len(said)] == next(one.answer for one in asked if one.kind == "sign-count")
         for one in asked:
@@ -284,17 +295,17 @@ def test_signs_say_what_the_answers_say() -> None:
 
 def test_a_spoiled_photo_is_blurred_or_dark() -> None:
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
-    assert np.asarray(spoil(image, "dark", Random(0))).mean() < 0.5 * np.asarray(image).mean()
-    assert np.asarray(spoil(image, "blurred", Random(0))).std() < 0.3 * np.asarray(image).std()
+    assert np.asarray(degrade(image, "dark", Random(0))).mean() < 0.5 * np.asarray(image).mean()
+    assert np.asarray(degrade(image, "blurred", Random(0))).std() < 0.3 * np.asarray(image).std()
 
 
 # ---------------------------------------------------------------------- collages, against their pixels
 
 
 def seen_label(image: Image.Image, place: str, grid: tuple[int, int]) -> str:
-    row, column = divmod(places(*grid).index(place), grid[1])
+    row, column = divmod(cell_places(*grid).index(place), grid[1])
     pixel = image.getpixel((int(SIDE * (column + 0.5) / grid[1]), int(SIDE * (row + 0.5) / grid[0])))
-    return next(name for name, colour in COLOURS.items() if near(pixel, colour))
+    return next(name for name, colour in COLORS.items() if near(pixel, colour))
 
 
 def test_cells_hold_what_the_answers_say(corpus: Corpus) -> None:
@@ -332,11 +343,11 @@ def test_cells_hold_what_the_answers_say(corpus: Corpus) -> None:
 
 
 def test_a_cell_is_named_after_one_thing_only() -> None:
-    assert label(read_facts(["A dog and a horse"] * 3)) is None
-    assert label(read_facts([f"A {RARE[0]} on the grass"] * 3)) is None
-    assert label(read_facts(["A dog in the snow"] * 3)) == "dog"
-    assert label(read_facts(["A man smiles"] * 3)) == "person"
-    assert label(read_facts(["Something"] * 3)) is None
+    assert choose_label(read_facts(["A dog and a horse"] * 3)) is None
+    assert choose_label(read_facts([f"A {RARE[0]} on the grass"] * 3)) is None
+    assert choose_label(read_facts(["A dog in the snow"] * 3)) == "dog"
+    assert choose_label(read_facts(["A man smiles"] * 3)) == "person"
+    assert choose_label(read_facts(["Something"] * 3)) is None
 
 
 # ---------------------------------------------------------------------- benchmarks
@@ -356,7 +367,7 @@ RECORDED = {
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_benchmarks_are_fixed_and_can_be_read_back(name: str, recipe: TrainConfig, tmp_path) -> None:
+def test_benchmarks_are_fixed_and_can_be_read_back(name: str, recipe: BenchmarkBuilder, tmp_path) -> None:
     items = recipe.make(name)
     assert fingerprint(items) == fingerprint(recipe.make(name)) == RECORDED[name]
     path = tmp_path / f"{name}.tsv"
@@ -369,18 +380,18 @@ def test_benchmarks_are_fixed_and_can_be_read_back(name: str, recipe: TrainConfi
         held = row["image"] if len(row["image"]) > 64 else rows[int(row["image"])]["image"]
         image = Image.open(io.BytesIO(base64.b64decode(held)))
         assert image.size == (SIDE, SIDE)
-        assert np.abs(np.asarray(image, int) - np.asarray(item.picture, int)).mean() < 6
+        assert np.abs(np.asarray(image, int) - np.asarray(item.image, int)).mean() < 6
     task = open_task(path, kind=BENCHMARKS[name].kind)
     assert task.problems == ()
     turns = 4 if BENCHMARKS[name].kind == "circular" else 1
     assert len(task) == turns * len(items)
-    judge = KeyWords() if BENCHMARKS[name].kind == "judge" else None
+    judge = KeywordGrader() if BENCHMARKS[name].kind == "judge" else None
     right = [{"index": one.index, "prediction": most_said(one.answers)} for one in task]
     score = task.score(right, judge=judge)
     assert score.value >= (200 * len(BENCHMARKS[name].parts) if name == "Lab-MME" else 90)
     nothing = task.score([{"index": one.index, "prediction": "zebra"} for one in task], judge=judge)
     assert nothing.value == 0
-    assert blind(items)["constant"] <= 70
+    assert blind_accuracy(items)["constant"] <= 70
 
 
 def most_said(answers: tuple[str, ...]) -> str:
@@ -388,38 +399,38 @@ def most_said(answers: tuple[str, ...]) -> str:
     return max(said, key=said.count).replace("<AND>", " ").replace("<OR>", " ")
 
 
-def test_choices_are_right_at_each_letter_equally_often(recipe: TrainConfig) -> None:
+def test_choices_are_right_at_each_letter_equally_often(recipe: BenchmarkBuilder) -> None:
     for name in ("Lab-MMB", "Lab-MMB-CN"):
         letters = Counter(item.question.answer for item in recipe.make(name))
         assert max(letters.values()) - min(letters[letter] for letter in "ABCD") <= 1
 
 
-def test_yes_no_benchmarks_have_a_yes_and_a_no_for_each_picture(recipe: TrainConfig) -> None:
+def test_yes_no_benchmarks_have_a_yes_and_a_no_for_each_picture(recipe: BenchmarkBuilder) -> None:
     for name in ("Lab-MME", "Lab-POPE"):
         items = recipe.make(name)
         for one, two in zip(items[::2], items[1::2], strict=True):
-            assert one.picture is two.picture
+            assert one.image is two.image
             assert (one.question.answer, two.question.answer) == ("yes", "no")
             assert one.question.text != two.question.text
 
 
 def test_key_words() -> None:
-    assert key_words("dog<OR>puppy<AND>snow", "A puppy in the Snow.") == 1
-    assert key_words("dog<OR>puppy<AND>snow", "hotdog snows") == 0
-    assert key_words("two", "two") == 1
+    assert keyword_score("dog<OR>puppy<AND>snow", "A puppy in the Snow.") == 1
+    assert keyword_score("dog<OR>puppy<AND>snow", "hotdog snows") == 0
+    assert keyword_score("two", "two") == 1
 
 
 def test_benchmarks_refuse_photos_that_were_trained_on() -> None:
-    check_apart(PHOTOS[:20], PHOTOS[20:21] if PHOTOS[20][1] not in [p[1] for p in PHOTOS[:20]] else [])
+    check_disjoint(PHOTOS[:20], PHOTOS[20:21] if PHOTOS[20][1] not in [p[1] for p in PHOTOS[:20]] else [])
     other = ("new.jpg", b"other bytes", ["A dog"])
-    check_apart(PHOTOS, [other])
+    check_disjoint(PHOTOS, [other])
     with pytest.raises(BadParameter, match=r"1 of 2 photos .* dog-0\.jpg"):
-        check_apart(PHOTOS, [other, ("dog-0.jpg", b"", [])])
+        check_disjoint(PHOTOS, [other, ("dog-0.jpg", b"", [])])
     with pytest.raises(BadParameter, match="such as renamed"):
-        check_apart(PHOTOS, [("renamed", PHOTOS[3][1], [])])
+        check_disjoint(PHOTOS, [("renamed", PHOTOS[3][1], [])])
 
 
-def test_wrong_names_and_empty_sources_are_refused(recipe: TrainConfig) -> None:
+def test_wrong_names_and_empty_sources_are_refused(recipe: BenchmarkBuilder) -> None:
     with pytest.raises(UnknownName, match="Lab-POPE"):
         recipe.make("Lab-POP")
     with pytest.raises(BadParameter, match="at least one photo"):
@@ -427,7 +438,7 @@ def test_wrong_names_and_empty_sources_are_refused(recipe: TrainConfig) -> None:
 
 
 def test_a_question_knows_its_stem() -> None:
-    one = Question("choice", "A hint.\nWhich?\nA. x\nB. y", "B", options=("x", "y"), hint="A hint.")
+    one = ImageQuestion("choice", "A hint.\nWhich?\nA. x\nB. y", "B", options=("x", "y"), hint="A hint.")
     assert one.stem == "Which?"
 
 
@@ -450,16 +461,16 @@ def test_the_lab_benchmarks_go_as_they_are_and_by_key_words(tmp_path: Path) -> N
 
 def test_a_picture_may_be_asked_about_again(corpus: Corpus) -> None:
     for index in range(0, 60, 7):
-        first, second, third = corpus.turns(index, 3)
+        first, second, third = corpus.ask_repeatedly(index, 3)
         assert first.questions == corpus[index].questions
         assert first.image.tobytes() == second.image.tobytes() == third.image.tobytes()
         assert len({first.questions, second.questions, third.questions}) > 1
 
 
-def test_parts_of_a_benchmark_share_pictures(recipe: TrainConfig) -> None:
+def test_parts_of_a_benchmark_share_pictures(recipe: BenchmarkBuilder) -> None:
     items = recipe.make("Lab-GQA")
-    seen = {id(item.picture): set[str]() for item in items}
+    seen = {id(item.image): set[str]() for item in items}
     for item in items:
-        seen[id(item.picture)].add(item.category)
+        seen[id(item.image)].add(item.category)
     assert len(seen) < 0.7 * len(items)
     assert any({"cell", "which"} <= categories for categories in seen.values())

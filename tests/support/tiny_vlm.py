@@ -108,3 +108,13 @@ def generate_by_hand(vlm: Any, image: Any, prompt: str, **options: Any) -> str:
     inputs = vlm.processor(images=image, text=prompt, return_tensors="pt")
     out = vlm.model.generate(**inputs, do_sample=False, **options)
     return vlm.processor.batch_decode(out[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)[0]
+
+
+def write_clip(folder: Path, vlm: Any) -> Path:
+    """Write a CLIP with the vision tower of this model, whose text tower reads questions."""
+    from tests.support import tiny
+
+    model, tokenizer = tiny.clip(vlm.model.model.vision_tower)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

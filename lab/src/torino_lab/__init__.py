@@ -1,1 +1,1 @@
-"""The lab: a small, real vision-language model and its SAEs, so that everything can be tried and measured anywhere."""
+"""A small trained vision-language model with its SAE, and nine small benchmarks, for torino."""

@@ -1,4 +1,4 @@
-"""Entry points through which torino finds what the lab provides. Cheap to import."""
+"""Entry points that provide the lab's model and tasks to torino. Cheap to import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torino.evaluation.benchmarks import Benchmark
     from torino.vlm.loading import ModelPackage
-    from torino_lab.sheets import KeyWords
+    from torino_lab.tables import KeywordGrader
 
 
 def tasks() -> dict[str, Benchmark]:
@@ -23,16 +23,16 @@ def tasks() -> dict[str, Benchmark]:
             files=(name,),
             max_score=200.0 * len(entry.parts) if entry.kind == "mme" else 100.0,
             instruction="",
-            grader=_key_words if entry.kind == "judge" else None,
+            grader=_keyword_grader if entry.kind == "judge" else None,
         )
         for name, entry in BENCHMARKS.items()
     }
 
 
-def _key_words() -> KeyWords:
-    from torino_lab.sheets import KeyWords
+def _keyword_grader() -> KeywordGrader:
+    from torino_lab.tables import KeywordGrader
 
-    return KeyWords()
+    return KeywordGrader()
 
 
 def model() -> ModelPackage:

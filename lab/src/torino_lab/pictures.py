@@ -1,6 +1,6 @@
-"""Pictures drawn on the fly with known answers: small shapes, signs to read, scenes of shapes, bar charts.
+"""Draw images with known answers: small shapes, signs, scenes of shapes and bar charts.
 
-Each generator returns the picture and questions about it; it draws everything from the generator it is given.
+Each function returns an image and questions about it, and uses only the random generator that it is given.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
-from torino_lab.questions import Question, choice
-from torino_lab.words import COLOURS, NUMBERS, SHAPES, SIGN_WORDS
+from torino_lab.questions import ImageQuestion, make_choice
+from torino_lab.words import COLORS, NUMBERS, SHAPES, SIGN_WORDS
 
 SIDE = 336
-SCALE = 2  # drawn larger and scaled down, so that edges are smooth
+SCALE = 2  # images are drawn larger and scaled down, which smooths edges
 RGB = {
     "red": (215, 35, 35),
     "orange": (245, 135, 15),
@@ -31,8 +31,8 @@ RGB = {
     "white": (250, 250, 250),
     "grey": (128, 128, 128),
 }
-PAINTS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "black", "white")
-GROUNDS = (
+SHAPE_COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "black", "white")
+BACKGROUNDS = (
     (250, 250, 250),
     (15, 15, 15),
     (205, 205, 205),
@@ -41,22 +41,22 @@ GROUNDS = (
     (240, 232, 210),
     (200, 220, 195),
 )
-PLATES = (
+SIGN_COLORS = (
     *(("white", "black"), ("black", "white"), ("yellow", "black"), ("red", "white"), ("blue", "white")),
     *(("green", "white"), ("orange", "black"), ("purple", "white")),
 )
-"""Colours of a sign and of what is written on it."""
+"""Colors of a sign and of its text."""
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "middle", "right")
 TOPICS = {"rain": "week", "snow": "week", "milk": "cow", "bread": "shop", "fish": "boat"}
 
-Drawn = tuple[Image.Image, list[Question]]
+DrawnImage = tuple[Image.Image, list[ImageQuestion]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of one colour; ``x``, ``y`` and ``radius`` in pixels of the finished picture."""
+    """A shape of one color; ``x``, ``y`` and ``radius`` are in pixels of the final image."""
 
-    colour: str
+    color: str
     form: str
     x: int
     y: int
@@ -64,17 +64,17 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Such as ``red circle``."""
-        return f"{self.colour} {self.form}"
+        """Color and form, such as ``red circle``."""
+        return f"{self.color} {self.form}"
 
     @property
     def place(self) -> str:
-        """Which of nine parts of the picture it lies in."""
+        """Its zone of the image, see :func:`zone`."""
         return zone(self.x, self.y)
 
 
 def zone(x: float, y: float) -> str:
-    """One of nine parts of the picture, such as ``top left``; the one in the middle is ``middle``.
+    """Return which of nine parts of the image a point is in, such as ``top left`` or ``middle``.
 
     Examples
     --------
@@ -86,25 +86,25 @@ def zone(x: float, y: float) -> str:
 
 
 def zones() -> list[str]:
-    """All nine, row by row."""
+    """Return all nine zones, row by row."""
     return [zone(SIDE * (column + 0.5) / 3, SIDE * (row + 0.5) / 3) for row in range(3) for column in range(3)]
 
 
 # ------------------------------------------------------------------ drawing
 
 
-def paint(shapes: Iterable[Shape], ground: Image.Image | tuple[int, int, int]) -> Image.Image:
-    """Draw shapes on a photo, where each gets a rim of black and white, or on plain ground."""
-    photo = isinstance(ground, Image.Image)
+def draw_shapes(shapes: Iterable[Shape], background: Image.Image | tuple[int, int, int]) -> Image.Image:
+    """Draw shapes on a plain background, or on a photo, where each gets a black or white rim."""
+    photo = isinstance(background, Image.Image)
     size = (SIDE * SCALE, SIDE * SCALE)
-    picture = ground.resize(size, Image.Resampling.BICUBIC) if photo else Image.new("RGB", size, ground)
-    pen = ImageDraw.Draw(picture)
+    image = background.resize(size, Image.Resampling.BICUBIC) if photo else Image.new("RGB", size, background)
+    pen = ImageDraw.Draw(image)
     for shape in shapes:
         if photo:
-            dark = sum(RGB[shape.colour]) < 380
+            dark = sum(RGB[shape.color]) < 380
             pen.polygon(_outline(shape, 5), fill=RGB["white" if dark else "black"])
-        pen.polygon(_outline(shape, 0), fill=RGB[shape.colour])
-    return picture.resize((SIDE, SIDE), Image.Resampling.LANCZOS)
+        pen.polygon(_outline(shape, 0), fill=RGB[shape.color])
+    return image.resize((SIDE, SIDE), Image.Resampling.LANCZOS)
 
 
 def _outline(shape: Shape, rim: int) -> list[tuple[float, float]]:
@@ -116,7 +116,7 @@ def _outline(shape: Shape, rim: int) -> list[tuple[float, float]]:
         corners += [(arm, radius), (-arm, radius), (-arm, arm), (-radius, arm), (-radius, -arm), (-arm, -arm)]
         return [(x + dx, y + dy) for dx, dy in corners]
     count, turn = _CORNERS[shape.form]
-    radius *= 1.15 if shape.form in ("triangle", "square") else 1.0  # so that all look about as large
+    radius *= 1.15 if shape.form in ("triangle", "square") else 1.0  # so that all forms look equally large
     wide = 0.72 if shape.form == "diamond" else 1.0
     points: list[tuple[float, float]] = []
     for corner in range(count):
@@ -129,99 +129,108 @@ def _outline(shape: Shape, rim: int) -> list[tuple[float, float]]:
 _CORNERS = {"circle": (48, 0.0), "square": (4, 0.25), "triangle": (3, 1.0), "star": (10, 1.0), "diamond": (4, 0.0)}
 
 
-def _plain(colours: Iterable[str], rng: Random) -> tuple[int, int, int]:
-    """A ground that none of the colours drowns in."""
-    used = [RGB[colour] for colour in colours]
-    able = [ground for ground in GROUNDS if all(math.dist(ground, colour) > 110 for colour in used)]
-    return rng.choice(able) if able else (150, 160, 150)
+def _plain(colors: Iterable[str], rng: Random) -> tuple[int, int, int]:
+    """Choose a background on which all colors are visible."""
+    used = [RGB[color] for color in colors]
+    candidates = [background for background in BACKGROUNDS if all(math.dist(background, color) > 110 for color in used)]
+    return rng.choice(candidates) if candidates else (150, 160, 150)
 
 
-# ------------------------------------------------------------------ questions that several share
+# ------------------------------------------------------------------ shared questions
 
 
-def _is_there(shapes: Sequence[Shape], rng: Random) -> Question:
-    """Is there a red circle? A no differs in colour or in form from one that is there."""
+def _ask_shape_presence(shapes: Sequence[Shape], rng: Random) -> ImageQuestion:
+    """Ask whether a shape is present; an absent one differs in color or form from a present one."""
     shape = rng.choice(shapes)
-    there = {(other.colour, other.form) for other in shapes}
-    colour, form, answer = shape.colour, shape.form, "yes"
+    present = {(other.color, other.form) for other in shapes}
+    color, form, answer = shape.color, shape.form, "yes"
     if rng.random() < 0.5:
         answer = "no"
-        able = [
-            (c, f) for c in PAINTS for f in SHAPES if (c, f) not in there and (c == shape.colour or f == shape.form)
+        candidates = [
+            (c, f)
+            for c in SHAPE_COLORS
+            for f in SHAPES
+            if (c, f) not in present and (c == shape.color or f == shape.form)
         ]
-        seen = [(c, f) for c, f in able if any(o.colour == c for o in shapes) and any(o.form == f for o in shapes)]
-        colour, form = rng.choice(seen if seen and rng.random() < 0.5 else able)
-    article = "an" if colour[0] in "aeiou" else "a"
-    return Question("shape-presence", f"Is there {article} {colour} {form}?", answer)
+        mixed = [
+            (c, f) for c, f in candidates if any(o.color == c for o in shapes) and any(o.form == f for o in shapes)
+        ]
+        color, form = rng.choice(mixed if mixed and rng.random() < 0.5 else candidates)
+    article = "an" if color[0] in "aeiou" else "a"
+    return ImageQuestion("shape-presence", f"Is there {article} {color} {form}?", answer)
 
 
-def _side(one: Shape, other: Shape, rng: Random) -> Question | None:
-    """Is the one left of, right of, above or below the other? Only where it is plain to see."""
-    across, down = one.x - other.x, one.y - other.y
-    able = [("left of", "right of", across)] if abs(across) > 45 else []
-    able += [("above", "below", down)] if abs(down) > 45 else []
-    if not able:
+def _ask_side(first: Shape, second: Shape, rng: Random) -> ImageQuestion | None:
+    """Ask whether a shape is left of, right of, above or below another, if the distance is clear."""
+    across, down = first.x - second.x, first.y - second.y
+    candidates = [("left of", "right of", across)] if abs(across) > 45 else []
+    candidates += [("above", "below", down)] if abs(down) > 45 else []
+    if not candidates:
         return None
-    before, after, distance = rng.choice(able)
+    before, after, distance = rng.choice(candidates)
     word = rng.choice((before, after))
-    return Question(
+    return ImageQuestion(
         "relation",
-        f"Is the {one.name} {word} the {other.name}?",
+        f"Is the {first.name} {word} the {second.name}?",
         "yes" if (distance < 0) == (word == before) else "no",
     )
 
 
-def _colour_and_form(shapes: Sequence[Shape], rng: Random) -> list[Question]:
-    """Colour of a form that is there once, form of a colour that is there once."""
-    forms, colours = Counter(shape.form for shape in shapes), Counter(shape.colour for shape in shapes)
-    asked: list[Question] = []
+def _ask_color_and_form(shapes: Sequence[Shape], rng: Random) -> list[ImageQuestion]:
+    """Ask for the color of a form, and the form of a color, that occurs once."""
+    forms, colors = Counter(shape.form for shape in shapes), Counter(shape.color for shape in shapes)
+    questions: list[ImageQuestion] = []
     for shape in shapes:
         if forms[shape.form] == 1:
-            asked.append(Question("shape-colour", f"What colour is the {shape.form}?", shape.colour))
-            wrong = rng.sample([colour for colour in PAINTS if colour != shape.colour], 3)
+            questions.append(ImageQuestion("shape-colour", f"What colour is the {shape.form}?", shape.color))
+            wrong = rng.sample([color for color in SHAPE_COLORS if color != shape.color], 3)
             if rng.random() < 0.25:
-                asked.append(choice("choice", f"What colour is the {shape.form}?", shape.colour, wrong, rng))
+                questions.append(make_choice("choice", f"What colour is the {shape.form}?", shape.color, wrong, rng))
             elif rng.random() < 0.15:
-                texts = [COLOURS[colour] for colour in (shape.colour, *wrong)]
-                asked.append(choice("choice-zh", f"{SHAPES[shape.form]}是什么颜色？", texts[0], texts[1:], rng))
-        if colours[shape.colour] == 1:
-            asked.append(Question("shape", f"Which shape is {shape.colour}?", shape.form))
+                texts = [COLORS[color] for color in (shape.color, *wrong)]
+                questions.append(
+                    make_choice("choice-zh", f"{SHAPES[shape.form]}是什么颜色？", texts[0], texts[1:], rng)
+                )
+        if colors[shape.color] == 1:
+            questions.append(ImageQuestion("shape", f"Which shape is {shape.color}?", shape.form))
             wrong = rng.sample([form for form in SHAPES if form != shape.form], 3)
             if rng.random() < 0.25:
-                asked.append(choice("choice", f"Which shape is {shape.colour}?", shape.form, wrong, rng))
+                questions.append(make_choice("choice", f"Which shape is {shape.color}?", shape.form, wrong, rng))
             elif rng.random() < 0.15:
                 texts = [SHAPES[form] for form in (shape.form, *wrong)]
-                asked.append(choice("choice-zh", f"{COLOURS[shape.colour]}的是什么形状？", texts[0], texts[1:], rng))
-    return asked
+                questions.append(
+                    make_choice("choice-zh", f"{COLORS[shape.color]}的是什么形状？", texts[0], texts[1:], rng)
+                )
+    return questions
 
 
 # ------------------------------------------------------------------ small shapes
 
 
-def small(photo: Image.Image | None, rng: Random) -> Drawn:
-    """One to three small shapes, 28 to 60 pixels across, on a photo or on plain ground: colour, form, where."""
+def small_shapes(photo: Image.Image | None, rng: Random) -> DrawnImage:
+    """Draw one to three shapes of 28 to 60 pixels on a photo or a plain background; ask for color, form and place."""
     count = rng.choices((1, 2, 3), (5, 3, 2))[0]
-    colours, forms = rng.sample(PAINTS, count), rng.sample(list(SHAPES), count)
+    colors, forms = rng.sample(SHAPE_COLORS, count), rng.sample(list(SHAPES), count)
     shapes: list[Shape] = []
     for index, cell in enumerate(rng.sample(range(9), count)):
         radius = rng.randint(14, 30)
         x, y = (int(SIDE * (part + 0.5) / 3) + rng.randint(-22, 22) for part in (cell % 3, cell // 3))
-        shapes.append(Shape(colours[index], forms[index], x, y, radius))
-    picture = paint(shapes, photo if photo else _plain(colours, rng))
-    asked = _colour_and_form(shapes, rng)
+        shapes.append(Shape(colors[index], forms[index], x, y, radius))
+    image = draw_shapes(shapes, photo if photo else _plain(colors, rng))
+    questions = _ask_color_and_form(shapes, rng)
     for shape in shapes:
-        asked.append(Question("small", f"Where is the {shape.form}?", shape.place))
+        questions.append(ImageQuestion("small", f"Where is the {shape.form}?", shape.place))
         if rng.random() < 0.3:
             wrong = rng.sample([place for place in zones() if place != shape.place], 3)
-            asked.append(choice("choice", f"Where is the {shape.form}?", shape.place, wrong, rng))
-    asked += [_is_there(shapes, rng) for _ in range(3)]
-    asked += [Question("small-count", "How many shapes are there?", NUMBERS[count])]
-    for one in shapes:
-        for other in shapes:
-            if one != other and rng.random() < 0.5 and (side := _side(one, other, rng)):
-                asked.append(side)
-    rng.shuffle(asked)
-    return picture, asked
+            questions.append(make_choice("choice", f"Where is the {shape.form}?", shape.place, wrong, rng))
+    questions += [_ask_shape_presence(shapes, rng) for _ in range(3)]
+    questions += [ImageQuestion("small-count", "How many shapes are there?", NUMBERS[count])]
+    for first in shapes:
+        for second in shapes:
+            if first != second and rng.random() < 0.5 and (side := _ask_side(first, second, rng)):
+                questions.append(side)
+    rng.shuffle(questions)
+    return image, questions
 
 
 # ------------------------------------------------------------------ signs
@@ -229,7 +238,7 @@ def small(photo: Image.Image | None, rng: Random) -> Drawn:
 
 @dataclass(frozen=True)
 class Sign:
-    """A plate with a word or a number on it; ``where`` is empty if it is the only one."""
+    """A sign with a word or a number; ``where`` is empty if it is the only one."""
 
     text: str
     plate: str
@@ -238,18 +247,18 @@ class Sign:
     where: str
 
 
-def signs(photo: Image.Image | None, rng: Random) -> Drawn:
-    """One plate to read, or two side by side or one above the other."""
+def sign_scene(photo: Image.Image | None, rng: Random) -> DrawnImage:
+    """Draw one sign, or two beside or above each other; ask what they say."""
     layout = rng.choices(("one", "across", "down"), (5, 3, 2))[0]
-    plates = rng.sample(PLATES, 2)
+    plates = rng.sample(SIGN_COLORS, 2)
     texts = rng.sample(SIGN_WORDS, 2)
     texts = [str(rng.randint(10, 99)) if rng.random() < 0.3 else text for text in texts]
-    found: list[Sign] = []
-    picture = (photo or Image.new("RGB", (SIDE, SIDE), _plain([plates[0][0], plates[1][0]], rng))).copy()
+    placed: list[Sign] = []
+    image = (photo or Image.new("RGB", (SIDE, SIDE), _plain([plates[0][0], plates[1][0]], rng))).copy()
     for index, text in enumerate(texts[: 1 if layout == "one" else 2]):
         where = {"one": "", "across": ("left", "right")[index], "down": ("top", "bottom")[index]}[layout]
         room = (SIDE // 2 - 14 if layout == "across" else SIDE - 30, 140 if layout == "down" else 200)
-        font, width, height = _fitted(text.upper(), room, rng)
+        font, width, height = _fit_font(text.upper(), room, rng)
         shown = text.upper() if rng.random() < 0.6 else text
         x = rng.randint(6, SIDE - width - 6) if layout != "across" else index * SIDE // 2 + (SIDE // 2 - width) // 2
         top, low = {
@@ -258,18 +267,18 @@ def signs(photo: Image.Image | None, rng: Random) -> Drawn:
             "down": (6, SIDE // 2 - height - 4),
         }[layout]
         y = rng.randint(top, max(top, low)) + (index * SIDE // 2 if layout == "down" else 0)
-        pen = ImageDraw.Draw(picture)
+        pen = ImageDraw.Draw(image)
         box = (x, y, x + width, y + height)
         pen.rounded_rectangle(box, 8, RGB[plates[index][0]], RGB[plates[index][1]], 3)
         pen.text((x + width / 2, y + height / 2), shown, RGB[plates[index][1]], font, anchor="mm")
-        found.append(Sign(text, *plates[index], box, where))
-    return picture, _about_signs(found, rng)
+        placed.append(Sign(text, *plates[index], box, where))
+    return image, _ask_signs(placed, rng)
 
 
-def _fitted(
+def _fit_font(
     text: str, room: tuple[int, int], rng: Random
 ) -> tuple[ImageFont.FreeTypeFont | ImageFont.ImageFont, int, int]:
-    """A font that fills no more than the room, with the width and height of the plate."""
+    """Return the largest font whose sign fits into the room, and the width and height of the sign."""
     size = rng.randint(48, 110)
     while True:
         font = ImageFont.load_default(size=size)
@@ -280,106 +289,116 @@ def _fitted(
         size -= 4
 
 
-def _about_signs(found: Sequence[Sign], rng: Random) -> list[Question]:
-    asked = [Question("sign-count", "How many signs are there?", NUMBERS[len(found)])]
-    for sign in found:
+def _ask_signs(placed: Sequence[Sign], rng: Random) -> list[ImageQuestion]:
+    questions = [ImageQuestion("sign-count", "How many signs are there?", NUMBERS[len(placed)])]
+    for sign in placed:
         name = f"{sign.where} sign".strip()
-        asked.append(Question("text", f"What does the {name} say?", sign.text))
-        asked.append(Question("sign-colour", f"What colour is the {name}?", sign.plate))
+        questions.append(ImageQuestion("text", f"What does the {name} say?", sign.text))
+        questions.append(ImageQuestion("sign-colour", f"What colour is the {name}?", sign.plate))
         alike = [word for word in SIGN_WORDS if word != sign.text] if sign.text.isalpha() else []
         alike = alike or [str(number) for number in range(10, 100) if str(number) != sign.text]
-        other = next((one.text for one in found if one is not sign and rng.random() < 0.5), rng.choice(alike))
-        said, answer = (sign.text, "yes") if rng.random() < 0.5 else (other, "no")
-        asked.append(Question("text-presence", f"Does the {name} say {said}?", answer if said != sign.text else "yes"))
+        other = next(
+            (neighbor.text for neighbor in placed if neighbor is not sign and rng.random() < 0.5), rng.choice(alike)
+        )
+        text, answer = (sign.text, "yes") if rng.random() < 0.5 else (other, "no")
+        questions.append(
+            ImageQuestion("text-presence", f"Does the {name} say {text}?", answer if text != sign.text else "yes")
+        )
         kind = "word" if sign.text.isalpha() else "number"
-        asked.append(Question("sign-kind", f"Is there a word or a number on the {name}?", kind))
+        questions.append(ImageQuestion("sign-kind", f"Is there a word or a number on the {name}?", kind))
         wrong = rng.sample(alike, 3)
         if rng.random() < 0.7:
-            asked.append(choice("choice", f"What is written on the {name}?", sign.text, wrong, rng))
+            questions.append(make_choice("choice", f"What is written on the {name}?", sign.text, wrong, rng))
         if not sign.where and rng.random() < 0.4:
-            asked.append(choice("choice-zh", "牌子上写着什么？", sign.text, wrong, rng))
+            questions.append(make_choice("choice-zh", "牌子上写着什么？", sign.text, wrong, rng))
         if not sign.where:
             middle = (sign.box[1] + sign.box[3]) / 2
-            asked.append(Question("sign-place", "Where is the sign?", ROWS[min(2, int(middle * 3 / SIDE))]))
-    rng.shuffle(asked)
-    return asked
+            questions.append(ImageQuestion("sign-place", "Where is the sign?", ROWS[min(2, int(middle * 3 / SIDE))]))
+    rng.shuffle(questions)
+    return questions
 
 
 # ------------------------------------------------------------------ scenes of shapes
 
 
-def shapes(rng: Random) -> Drawn:
-    """One to six shapes on plain ground: counts, colours, forms, sides."""
+def shape_scene(rng: Random) -> DrawnImage:
+    """Draw one to six shapes on a plain background; ask for counts, colors, forms and sides."""
     count = rng.randint(1, 6)
-    some, forms = rng.sample(PAINTS, rng.randint(2, 4)), rng.sample(list(SHAPES), rng.randint(2, 4))
-    position_mode: list[Shape] = []
+    palette, forms = rng.sample(SHAPE_COLORS, rng.randint(2, 4)), rng.sample(list(SHAPES), rng.randint(2, 4))
+    placed: list[Shape] = []
     for _ in range(400):
         radius = rng.choice((rng.randint(20, 27), rng.randint(36, 46)))
         x, y = rng.randint(radius + 8, SIDE - radius - 8), rng.randint(radius + 8, SIDE - radius - 8)
-        shape = Shape(rng.choice(some), rng.choice(forms), x, y, radius)
-        apart = all(math.dist((x, y), (o.x, o.y)) > (radius + o.radius) * 1.2 + 6 for o in position_mode)
-        if apart and all(o.name != shape.name for o in position_mode) and len(position_mode) < count:
-            position_mode.append(shape)
-    picture = paint(position_mode, _plain((shape.colour for shape in position_mode), rng))
-    asked = _colour_and_form(position_mode, rng)
-    rng.shuffle(asked)
-    asked = asked[:5] + _counts(position_mode, some, forms, rng) + [_is_there(position_mode, rng) for _ in range(3)]
-    for one, other in (rng.sample(position_mode, 2) for _ in range(3 if len(position_mode) > 1 else 0)):
-        if side := _side(one, other, rng):
-            asked.append(side)
-        if abs(one.radius - other.radius) > 8:
-            bigger = "yes" if one.radius > other.radius else "no"
-            asked.append(Question("size", f"Is the {one.name} larger than the {other.name}?", bigger))
-    rng.shuffle(asked)
-    return picture, asked
+        shape = Shape(rng.choice(palette), rng.choice(forms), x, y, radius)
+        apart = all(math.dist((x, y), (o.x, o.y)) > (radius + o.radius) * 1.2 + 6 for o in placed)
+        if apart and all(o.name != shape.name for o in placed) and len(placed) < count:
+            placed.append(shape)
+    image = draw_shapes(placed, _plain((shape.color for shape in placed), rng))
+    questions = _ask_color_and_form(placed, rng)
+    rng.shuffle(questions)
+    questions = (
+        questions[:5] + _ask_counts(placed, palette, forms, rng) + [_ask_shape_presence(placed, rng) for _ in range(3)]
+    )
+    for first, second in (rng.sample(placed, 2) for _ in range(3 if len(placed) > 1 else 0)):
+        if side := _ask_side(first, second, rng):
+            questions.append(side)
+        if abs(first.radius - second.radius) > 8:
+            bigger = "yes" if first.radius > second.radius else "no"
+            questions.append(ImageQuestion("size", f"Is the {first.name} larger than the {second.name}?", bigger))
+    rng.shuffle(questions)
+    return image, questions
 
 
-def _counts(position_mode: Sequence[Shape], some: Sequence[str], forms: Sequence[str], rng: Random) -> list[Question]:
-    asked = [Question("shape-count", "How many shapes are there?", NUMBERS[len(position_mode)])]
-    form, colour = rng.choice(forms), rng.choice(some)
+def _ask_counts(
+    placed: Sequence[Shape], palette: Sequence[str], forms: Sequence[str], rng: Random
+) -> list[ImageQuestion]:
+    questions = [ImageQuestion("shape-count", "How many shapes are there?", NUMBERS[len(placed)])]
+    form, color = rng.choice(forms), rng.choice(palette)
     plural = "crosses" if form == "cross" else f"{form}s"
-    number = sum(shape.form == form for shape in position_mode)
-    asked.append(Question("shape-count", f"How many {plural} are there?", NUMBERS[number]))
-    number = sum(shape.colour == colour for shape in position_mode)
-    asked.append(Question("shape-count", f"How many {colour} shapes are there?", NUMBERS[number]))
+    number = sum(shape.form == form for shape in placed)
+    questions.append(ImageQuestion("shape-count", f"How many {plural} are there?", NUMBERS[number]))
+    number = sum(shape.color == color for shape in placed)
+    questions.append(ImageQuestion("shape-count", f"How many {color} shapes are there?", NUMBERS[number]))
     if rng.random() < 0.3:
-        wrong = rng.sample([word for word in NUMBERS[1:7] if word != NUMBERS[len(position_mode)]], 3)
-        asked.append(choice("choice", "How many shapes are there?", NUMBERS[len(position_mode)], wrong, rng))
-    return asked
+        wrong = rng.sample([word for word in NUMBERS[1:7] if word != NUMBERS[len(placed)]], 3)
+        questions.append(make_choice("choice", "How many shapes are there?", NUMBERS[len(placed)], wrong, rng))
+    return questions
 
 
 # ------------------------------------------------------------------ charts
 
 
-def bars(rng: Random) -> Drawn:
-    """Three to five bars of different colours and heights: the tallest, the shortest, which is taller, how many."""
+def bar_chart(rng: Random) -> DrawnImage:
+    """Draw three to five bars; ask for the tallest, the shortest, comparisons, and their number."""
     count = rng.randint(3, 5)
-    colours = rng.sample(PAINTS, count)
+    colors = rng.sample(SHAPE_COLORS, count)
     heights = [40 + 48 * step + rng.randint(0, 14) for step in rng.sample(range(6), count)]
-    ground = _plain(colours, rng)
-    picture = Image.new("RGB", (SIDE, SIDE), ground)
-    pen = ImageDraw.Draw(picture)
-    ink = RGB["black"] if sum(ground) > 380 else RGB["white"]
+    background = _plain(colors, rng)
+    image = Image.new("RGB", (SIDE, SIDE), background)
+    pen = ImageDraw.Draw(image)
+    ink = RGB["black"] if sum(background) > 380 else RGB["white"]
     step, base = (SIDE - 30) // count, SIDE - 14
-    for index, (colour, height) in enumerate(zip(colours, heights, strict=True)):
+    for index, (color, height) in enumerate(zip(colors, heights, strict=True)):
         left = 20 + index * step + step // 8
-        pen.rectangle((left, base - height, left + step * 3 // 4, base), RGB[colour])
+        pen.rectangle((left, base - height, left + step * 3 // 4, base), RGB[color])
     pen.line((14, 10, 14, base, SIDE - 10, base), ink, 3)
-    ranked = [colour for _, colour in sorted(zip(heights, colours, strict=True))]
-    asked = [
-        Question("bar", "Which bar is the tallest?", ranked[-1]),
-        Question("bar", "Which bar is the shortest?", ranked[0]),
-        Question("bar-place", "What colour is the left bar?", colours[0]),
-        Question("bar-place", "What colour is the right bar?", colours[-1]),
-        Question("bar-count", "How many bars are there?", NUMBERS[count]),
+    ranked = [color for _, color in sorted(zip(heights, colors, strict=True))]
+    questions = [
+        ImageQuestion("bar", "Which bar is the tallest?", ranked[-1]),
+        ImageQuestion("bar", "Which bar is the shortest?", ranked[0]),
+        ImageQuestion("bar-place", "What colour is the left bar?", colors[0]),
+        ImageQuestion("bar-place", "What colour is the right bar?", colors[-1]),
+        ImageQuestion("bar-count", "How many bars are there?", NUMBERS[count]),
     ]
-    for one, other in (rng.sample(range(count), 2) for _ in range(3)):
-        taller = "yes" if heights[one] > heights[other] else "no"
-        asked.append(Question("bar-order", f"Is the {colours[one]} bar taller than the {colours[other]} bar?", taller))
+    for first, second in (rng.sample(range(count), 2) for _ in range(3)):
+        taller = "yes" if heights[first] > heights[second] else "no"
+        questions.append(
+            ImageQuestion("bar-order", f"Is the {colors[first]} bar taller than the {colors[second]} bar?", taller)
+        )
     topic = rng.choice(list(TOPICS))
     for word, right in rng.sample((("most", ranked[-1]), ("least", ranked[0])), 2):
-        wrong = rng.sample([colour for colour in colours if colour != right], min(3, count - 1))
+        wrong = rng.sample([color for color in colors if color != right], min(3, count - 1))
         hint = f"The bars show the {topic} of each {TOPICS[topic]}."
-        asked.append(choice("choice-hint", f"Which bar shows the {word} {topic}?", right, wrong, rng, hint))
-    rng.shuffle(asked)
-    return picture, asked
+        questions.append(make_choice("choice-hint", f"Which bar shows the {word} {topic}?", right, wrong, rng, hint))
+    rng.shuffle(questions)
+    return image, questions

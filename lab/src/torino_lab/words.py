@@ -1,7 +1,7 @@
-"""The lab's words: things, colours, actions and scenes that photo captions speak of, as data.
+"""The lab's vocabulary: things, colors, actions and scenes that captions mention, as data.
 
-A thing is *mentioned* by any of its words, and *hidden* behind words that make its absence doubtful: a caption that
-speaks of a forest says nothing of a bird, but one that speaks of skiing must not be taken to deny snow.
+A thing is *mentioned* by any of its words, and *hidden* by words that make its absence doubtful: a caption about a
+forest says nothing about birds, but a caption about skiing does not imply that there is no snow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PEOPLE = (
     "stranger elderly teenage customers guard men someones youngster beard bearded smiles smiling she mohawk"
 )
 
-# name | plural | group | Chinese | words that mention it besides name and plural | words it may hide behind.
+# name | plural | group | Chinese | further words that mention it | words that make its absence doubtful.
 # @boy … @people stand for the lists above.
 _THINGS = """
 dog | dogs | animal | 狗 | puppy puppies terrier terriers retriever greyhound greyhounds poodle collie labrador lab doberman pitbull dachshund husky beagle hound rottweiler dalmatian mutt pup bulldog corgi chihuahua sheepdog shepherd | animal animals pet pets boxer muzzle muzzled leash collar leashed breed breeds paw paws canine canines fetch barking
@@ -109,7 +109,7 @@ statue | statues | object | 雕像 | statues sculpture monument | fountain art f
 wheelchair | wheelchairs | object | 轮椅 | | chair cart
 """.strip()  # noqa: E501
 
-# name | the word that asks for it | Chinese | verbs | verbs it may hide behind
+# name | Chinese | words that mention it | words that make its absence doubtful
 _ACTIONS = """
 running | 跑步 | runs run running jogging jogs jog sprints sprinting trotting trots chase chases chasing bounding | play playing plays soccer football rugby baseball field fetch fetching fetches game player players walking walks frolic romp leaps leaping jumps jumping tag race racing races
 jumping | 跳跃 | jump jumps jumped leap leaps leaping jumping midair airborne bounces hops | air flying flies trick tricks flip flips diving dives dive trampoline stunt catch catches catching bouncing hurdle skateboard dunk fly ramp running
@@ -159,7 +159,7 @@ playground | 游乐场 | playground
 track | 赛道 | racetrack speedway
 """.strip()  # noqa: E501
 
-# Pairs of words that together mean something else than the lists above would read from either.
+# Pairs of words that mean something else than either word alone.
 PHRASES = {
     **dict.fromkeys(("swimming trunks", "swim trunks", "bathing trunks", "swimming shorts", "swim shorts"), "trunks"),
     **dict.fromkeys(("swimming suit", "swim suit", "bathing suit", "swimming gear"), "swimsuit"),
@@ -185,7 +185,7 @@ PHRASES = {
     **dict.fromkeys(("street light", "street lights", "street sign", "flower bed"), "object"),
 }
 
-COLOURS = {
+COLORS = {
     "red": "红色",
     "orange": "橙色",
     "yellow": "黄色",
@@ -198,16 +198,16 @@ COLOURS = {
     "white": "白色",
     "grey": "灰色",
 }
-COLOUR_WORDS = {
-    **{name: name for name in COLOURS},
+COLOR_WORDS = {
+    **{name: name for name in COLORS},
     "gray": "grey",
     "silver": "grey",
     "violet": "purple",
     "navy": "blue",
     "aqua": "blue",
 }
-DOUBTFUL_COLOURS = ("golden", "gold", "blonde", "blond", "tan", "beige", "maroon")  # people differ over these
-COLOURED_CLOTHES = {  # what a colour is asked of, and the words that mean the same piece
+AMBIGUOUS_COLORS = ("golden", "gold", "blonde", "blond", "tan", "beige", "maroon")  # people disagree about these
+COLORED_CLOTHES = {  # clothes whose color is asked for, and their synonyms
     "shirt": "shirt shirts tshirt",
     "jacket": "jacket jackets coat coats parka",
     "dress": "dress dresses",
@@ -221,7 +221,7 @@ COLOURED_CLOTHES = {  # what a colour is asked of, and the words that mean the s
     "sweater": "sweater sweatshirt hoodie",
     "suit": "suit suits",
 }
-COLOURED_THINGS = (
+COLORED_THINGS = (
     "dog",
     "ball",
     "bike",
@@ -262,15 +262,15 @@ PLACES_CHINESE = {
 
 @dataclass(frozen=True)
 class Word:
-    """Something that captions speak of.
+    """A thing, action or scene that captions mention.
 
     Attributes
     ----------
     name, plural, group, chinese : str
     words : frozenset of str
-        Any of them in a caption mentions it.
+        Words that mention it.
     hidden : frozenset of str
-        Words that make its absence doubtful; with any of them in a caption, nobody asks for it in vain.
+        Words that make its absence doubtful; a caption with one of them is never used for a question about its absence.
     """
 
     name: str
@@ -282,7 +282,7 @@ class Word:
 
 
 def tokens(caption: str) -> list[str]:
-    """The words of a caption, in lower case, without digits and signs.
+    """Return the words of a caption in lower case, without digits and punctuation.
 
     Examples
     --------
@@ -292,21 +292,18 @@ def tokens(caption: str) -> list[str]:
     return _SPLIT.findall(caption.lower())
 
 
-def as_set(text: str) -> frozenset[str]:
-    """The words of a list, with ``@people`` and the like standing for the lists of that name."""
+def parse_words(text: str) -> frozenset[str]:
+    """Parse a list of words, in which ``@people`` and similar names stand for the lists above."""
     lists = {"@boy": BOY, "@girl": GIRL, "@man": MAN, "@woman": WOMAN, "@child": CHILD, "@people": PEOPLE}
-    found: set[str] = set()
-    for word in text.split():
-        found.update(lists.get(word, word).split())
-    return frozenset(found)
+    return frozenset(part for word in text.split() for part in lists.get(word, word).split())
 
 
 def _things() -> dict[str, Word]:
     table: dict[str, Word] = {}
     for line in _THINGS.splitlines():
         name, plural, group, chinese, words, hidden = (part.strip() for part in line.split("|"))
-        named = as_set(words) | {name, plural}
-        table[name] = Word(name, plural, group, chinese, named, as_set(hidden) - named)
+        mentions = parse_words(words) | {name, plural}
+        table[name] = Word(name, plural, group, chinese, mentions, parse_words(hidden) - mentions)
     return table
 
 
@@ -314,7 +311,7 @@ def _actions() -> dict[str, Word]:
     table: dict[str, Word] = {}
     for line in _ACTIONS.splitlines():
         name, chinese, words, hidden = (part.strip() for part in line.split("|"))
-        table[name] = Word(name, name, "action", chinese, as_set(words), as_set(hidden) - as_set(words))
+        table[name] = Word(name, name, "action", chinese, parse_words(words), parse_words(hidden) - parse_words(words))
     return table
 
 
@@ -322,11 +319,10 @@ def _scenes() -> dict[str, Word]:
     table: dict[str, Word] = {}
     for line in _SCENES.splitlines():
         name, chinese, words = (part.strip() for part in line.split("|"))
-        table[name] = Word(name, name, "scene", chinese, as_set(words), frozenset())
+        table[name] = Word(name, name, "scene", chinese, parse_words(words), frozenset())
     return table
 
 
 THINGS = _things()
 ACTIONS = _actions()
 SCENES = _scenes()
-HUMANS = as_set("@people @boy @girl @man @woman @child")

@@ -46,7 +46,7 @@ ModelOption = Annotated[
 SaeOption = Annotated[
     str | None,
     typer.Option(
-        help="Folder, file or hub repository of the SAE; 'none' runs without one. Default: the SAE of the model package."
+        help="Folder, file or hub repository of the SAE; 'none' runs without one. Default: that of the model package."
     ),
 ]
 ClipOption = Annotated[

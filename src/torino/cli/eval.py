@@ -97,6 +97,7 @@ def evaluate(
     if output.exists() and not output.is_dir():
         raise BadFile(f"--output {output} is a file. Give a folder for the run.")
     fixed, dynamic = parse_budgets("--budget", budget), parse_pairs(kd)
+    from torino.evaluation.engine import check_reducers
     from torino.evaluation.protocol import default_methods
     from torino.evaluation.runner import RunPlan
     from torino.evaluation.runner import evaluate as run_evaluation
@@ -115,7 +116,9 @@ def evaluate(
     saes = _load_saes(sae or [], any(reads_concepts(word) for word in [*names, *specs]), device)
     has_torino = any(name in ("torino-p", "torino-m") for name in names)
     plan = RunPlan(names, specs, dynamic if has_torino else (), fixed, seeds, matched)
-    plan.first(list(saes))  # refuses what cannot be planned before a large model is loaded
+    # Refuse what cannot be evaluated before a large model is loaded.
+    reducers = {setting.id: setting.reducer(saes) for setting in plan.first(list(saes))}
+    check_reducers(reducers, has_text_query=clip is not None)
     with quiet_transformers(), memory_errors(model, device), warnings.catch_warnings():
         with errors.status(f"Loading {escape(model)} …"):
             text_query = None if clip is None else load_clip_text(clip, device=device, dtype=dtype)

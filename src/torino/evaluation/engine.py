@@ -76,6 +76,21 @@ class _Part:
     reduction: ReducedImages
 
 
+def check_reducers(reducers: Mapping[str, Reducer | None], *, has_text_query: bool) -> None:
+    """Refuse reducers that cannot be evaluated, by setting; this needs no model."""
+    for setting, reducer in reducers.items():
+        if reducer is not None and reducer.needs & QUERY_SIGNALS and not has_text_query:
+            raise BadParameter(
+                f"{setting} chooses patches by the question, which a CLIP text tower must read. Give it (--clip), or "
+                "leave the method out."
+            )
+        if reducer is not None and reducer.shares_batch:
+            raise BadParameter(
+                f"{setting} shares a budget among images that are planned together, and an evaluation plans each "
+                "image alone. Use a threshold instead: torino calibrate --method torino-x finds one."
+            )
+
+
 class Engine:
     """Answer questions about images under many settings.
 
@@ -108,22 +123,8 @@ class Engine:
         if batch < 1:
             raise BadParameter(f"batch must be at least 1, got {batch}.")
         self.vlm, self.reducers, self.on_error = vlm, dict(reducers), on_error
-        reads_question: set[str] = set()
-        for setting, reducer in self.reducers.items():
-            if reducer is None:
-                continue
-            if reducer.needs & QUERY_SIGNALS:
-                reads_question.add(setting)
-                if vlm.text_query is None:
-                    raise BadParameter(
-                        f"{setting} chooses patches by the question, which a CLIP text tower must read. Give it "
-                        "(--clip), or leave the method out."
-                    )
-            if reducer.shares_batch:
-                raise BadParameter(
-                    f"{setting} shares a budget among images that are planned together, and an evaluation plans each "
-                    "image alone. Use a threshold instead: torino calibrate --method torino-x finds one."
-                )
+        check_reducers(self.reducers, has_text_query=vlm.text_query is not None)
+        reads_question = {name for name, r in self.reducers.items() if r is not None and r.needs & QUERY_SIGNALS}
         adapter = vlm.adapter
         batch = batch if adapter.batches_reductions else 1
         self._shares_prefix = adapter.batches_reductions and adapter.shares_prefix

@@ -12,7 +12,7 @@ from torino.core.concepts import CachedEncoder
 from torino.core.errors import BadParameter, TorinoError
 from torino.core.io import read_json, write_json
 from torino.evaluation import protocol
-from torino.evaluation.engine import BATCHING, Engine, EngineAnswer, OnError, QuestionToAsk
+from torino.evaluation.engine import BATCHING, Engine, EngineAnswer, OnError, QuestionToAsk, check_reducers
 from torino.evaluation.examples import ExampleWriter, example_dir
 from torino.evaluation.protocol import FULL, Setting
 from torino.evaluation.records import AnswerLog, read_records
@@ -158,6 +158,7 @@ def evaluate(
         )
     labels = list(saes)
     first = plan.first(labels)
+    check_reducers({setting.id: setting.reducer(saes) for setting in first}, has_text_query=vlm.text_query is not None)
     facts = describe_run(vlm, name, tasks, saes, first, lengths)
     facts |= {"batch": batch, "batching": BATCHING, "limit": limit, "matched": plan.matched}
     facts["arguments"] = dict(arguments or {})

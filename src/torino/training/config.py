@@ -26,7 +26,7 @@ class TrainConfig:
     Attributes
     ----------
     kind : {"matryoshka", "batchtopk", "topk", "relu"}
-        The objective; see ``docs/training.md`` for the formulas.
+        The objective; see ``docs/guides/train-an-sae.md`` for the formulas.
     expansion, latents : float, int or None
         Number of latents C: ``expansion`` times the width, unless ``latents`` is given.
     k, k_start, anneal : int

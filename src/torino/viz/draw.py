@@ -1,4 +1,4 @@
-"""Draw a Reduction over its image. Needs Pillow (``pip install "torino[draw]"``)."""
+"""Draw a Reduction over its image. Needs Pillow (``pip install "torino[vlm]"``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ try:
     from PIL import Image, ImageDraw, ImageFont
 except ImportError as error:
     raise TorinoError(
-        'Drawing needs Pillow, which is not installed. Install it with pip install "torino[draw]".'
+        'Drawing needs Pillow, which is not installed. Install it with pip install "torino[vlm]".'
     ) from error
 
 DrawStyle = Literal["groups", "kept", "outlined", "tokens"]

@@ -220,5 +220,5 @@ def test_a_local_path_wins_over_the_hub(
 
 def test_without_the_hub_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(Unreachable, match=r"torino\[hub\]"):
+    with pytest.raises(Unreachable, match=r"torino\[vlm\]"):
         SAE.load("owner/repo")

@@ -166,7 +166,7 @@ def _download(repository: str, where: str, patterns: list[str]) -> str:
     except ImportError as error:
         raise Unreachable(
             f"There is no local path {where!r}, and loading it from the hub needs huggingface_hub, which is not "
-            "installed. Install torino[hub], or give the path of a downloaded folder."
+            "installed. Install torino[vlm], or give the path of a downloaded folder."
         ) from error
     try:
         return str(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
