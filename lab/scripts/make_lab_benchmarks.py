@@ -14,9 +14,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from torino_lab.benchmarks import BENCHMARKS, SEED, TrainConfig
-from torino_lab.corpus import check_apart, read_photos
-from torino_lab.sheets import blind, fingerprint, write_tsv
+from torino_lab.benchmarks import BENCHMARKS, SEED, BenchmarkBuilder
+from torino_lab.corpus import check_disjoint, read_photos
+from torino_lab.tables import blind_accuracy, fingerprint, write_tsv
 
 from torino.core.io import write_json
 
@@ -34,18 +34,18 @@ def main() -> None:
     add("--seed", type=int, default=SEED, help="(default: %(default)s)")
     args = parser.parse_args()
     photos = read_photos(args.photos)
-    check_apart(read_photos(args.trained), photos)
-    recipe = TrainConfig(photos, seed=args.seed, scale=args.scale)
+    check_disjoint(read_photos(args.trained), photos)
+    builder = BenchmarkBuilder(photos, seed=args.seed, scale=args.scale)
     args.output.mkdir(parents=True, exist_ok=True)
-    told: dict[str, object] = {}
+    summary: dict[str, object] = {}
     for name in args.only:
-        items = recipe.make(name)
+        items = builder.make(name)
         write_tsv(args.output / f"{name}.tsv", items)
-        guessed = blind(items)
-        told[name] = {
+        guessed = blind_accuracy(items)
+        summary[name] = {
             "kind": BENCHMARKS[name].kind,
             "questions": len(items),
-            "pictures": len({id(item.picture) for item in items}),
+            "pictures": len({id(item.image) for item in items}),
             "categories": dict(Counter(item.category for item in items)),
             "blind": {how: round(value, 1) for how, value in guessed.items()},
             "fingerprint": fingerprint(items),
@@ -56,7 +56,7 @@ def main() -> None:
             file=sys.stderr,
             flush=True,
         )
-    write_json(args.output / "benchmarks.json", told)
+    write_json(args.output / "benchmarks.json", summary)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torino_lab.corpus import Corpus, check_apart, read_photos
+from torino_lab.corpus import Corpus, check_disjoint, read_photos
 from torino_lab.tower import BLOCK, lab_tower
 
 from torino.core.io import read_json, write_atomic, write_json
@@ -93,7 +93,7 @@ def look(corpus: Corpus, work: Path, block: int) -> None:
         cls = np.empty((len(numbers), WIDTH), dtype=np.float16)
         asked: list[object] = []
         with ThreadPoolExecutor(1) as ahead:
-            coming = [ahead.submit(corpus.turns, number, SETS) for number in numbers]
+            coming = [ahead.submit(corpus.ask_repeatedly, number, SETS) for number in numbers]
             for first in range(0, len(numbers), 4):
                 examples = [later.result() for later in coming[first : first + 4]]
                 for place, seen in enumerate(tower.encode([turns[0].image for turns in examples]), first):
@@ -446,7 +446,7 @@ def check(args: argparse.Namespace) -> None:
         raise SystemExit("The stage check needs --dev, photos that are not trained on.")
     work = args.work / "dev"
     dev = read_photos([args.dev])
-    check_apart(read_photos([args.photos]), dev)
+    check_disjoint(read_photos([args.photos]), dev)
     look(Corpus(dev, seed=args.seed + 1, length=args.checked), work, args.block)
     tokenizer = make_tokenizer(args)
     model = Reader(tokenizer.get_vocab_size(), args).eval()

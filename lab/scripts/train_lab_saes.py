@@ -1,9 +1,9 @@
-r"""Train the lab's SAEs on the features that ``lab/scripts/train_lab.py`` has kept: ε and token kinds, one table, names.
+r"""Train SAEs of several expansions and token kinds on the features that ``lab/scripts/train_lab.py`` has cached.
 
-Every SAE is a Matryoshka BatchTopK on tokens of the lab's training pictures (photos, collages, shapes, signs) at its
-tap block: all patches, two random patches a picture, or the CLS token. All are measured on all patches of pictures made
-from the dev photos. The default one gets names from the captions of training photos and goes into the package, in half
-precision. Every stage goes on where it was stopped.
+Every SAE is a Matryoshka BatchTopK SAE of the lab's training images (photos, collages, shapes, signs) at the feature
+layer: of all patches, of two random patches per image, or of the CLS token. All are evaluated on all patches of images
+made from the dev photos. The default SAE gets names from the captions of training photos and is written to the package
+in half precision. A killed run resumes where it stopped.
 
 Examples
 --------
@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torino_lab.corpus import Corpus, check_apart, read_photos
-from torino_lab.tower import BLOCK, lab_tower
+from torino_lab.corpus import Corpus, check_disjoint, read_photos
+from torino_lab.tower import BLOCK, CachedTower, lab_tower
 
 from torino.core.io import write_atomic, write_json
 from torino.datasets import open_photos
@@ -38,10 +38,6 @@ from torino.training.config import TrainConfig
 from torino.training.sweep import sweep
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "research" / "scripts"))
-
-from train_concepts import Kept  # noqa: E402
-
 KINDS = {"all": "all patches", "random2": "2 random patches a picture", "cls": "CLS"}
 
 
@@ -86,7 +82,7 @@ def held_out(args: argparse.Namespace) -> Path:
     file = args.work / "heldout.npy"
     if not file.exists():
         dev = read_photos([args.dev])
-        check_apart(read_photos([args.photos]), dev)
+        check_disjoint(read_photos([args.photos]), dev)
         corpus = Corpus(dev, seed=args.seed + 1, length=args.heldout)
         tower = lab_tower(args.block)
         seen: list[np.ndarray] = []
@@ -117,7 +113,7 @@ def steps_of(args: argparse.Namespace, kind: str, expansion: float) -> int:
 def give_names(args: argparse.Namespace, place: Path) -> None:
     """Name the concepts of an SAE by the captions of photos, beside it."""
     sae = SAE.load(place)
-    reader = PhotoReader(open_photos(args.photos, limit=args.named_by), Kept(args.work / "tokens", args.block))
+    reader = PhotoReader(open_photos(args.photos, limit=args.named_by), CachedTower(args.work / "tokens", args.block))
     activations = collect_top_activations(
         sae, reader, keep=16, progress=lambda done, *_: say(f"\rnaming: photo {done} ", end="")
     )

@@ -16,9 +16,9 @@ from random import Random
 
 import numpy as np
 from PIL import Image
-from torino_lab.collages import lay
+from torino_lab.collages import make_grid_image
 from torino_lab.corpus import read_photos
-from torino_lab.pictures import shapes
+from torino_lab.pictures import shape_scene
 from torino_lab.shipped import lab_sae
 from torino_lab.tower import lab_tower
 
@@ -46,9 +46,9 @@ def main() -> None:
     def collage(grid: tuple[int, int]) -> Image.Image:
         some = rng.sample(photos, grid[0] * grid[1])
         opened = [open_image(one) for one in some]
-        return lay(opened, *grid, rng)
+        return make_grid_image(opened, *grid, rng)
 
-    kinds: dict[str, Callable[[], Image.Image]] = {"shapes on plain ground": lambda: shapes(rng)[0]}
+    kinds: dict[str, Callable[[], Image.Image]] = {"shapes on plain ground": lambda: shape_scene(rng)[0]}
     for grid in GRIDS:
         count = grid[0] * grid[1]
         kinds["1 photo" if count == 1 else f"{count} photos"] = lambda grid=grid: collage(grid)

