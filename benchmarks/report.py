@@ -122,5 +122,5 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--rounds", type=int, default=9, help="timed rounds after a warm-up (default 9)")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--write", type=Path, help="page whose section is rewritten, such as research/reports/performance.md")
+    made.add_argument("--write", type=Path, help="page whose section is rewritten")
     return made

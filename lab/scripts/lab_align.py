@@ -135,7 +135,7 @@ def align_words(
         (loss + where).backward()
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        running.append((float(loss.detach()), float(where)))
+        running.append((float(loss.detach()), float(where.detach())))
         if (step + 1) % 25 == 0 or step + 1 == steps:
             told = np.mean(running, 0)
             left = (time.monotonic() - begun) / (step + 1) * (steps - step - 1)

@@ -1,4 +1,4 @@
-"""Write the lab's nine small benchmarks as TSVs, from photos the lab's model was not trained on.
+"""Write the lab's nine small benchmarks as TSV files, from photos that the lab's model was not trained on.
 
 Examples
 --------
@@ -27,10 +27,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--photos", nargs="+", type=Path, required=True, metavar="PARQUET", help="photos with captions, not trained on")
-    add("--trained", nargs="*", type=Path, default=[], metavar="PARQUET", help="photos trained on, to see they differ")
+    add(
+        "--trained",
+        nargs="*",
+        type=Path,
+        default=[],
+        metavar="PARQUET",
+        help="training photos, which must be different",
+    )
     add("--output", type=Path, default=ROOT / "build/lab/benchmarks", help="folder to write to")
     add("--only", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS), help="by default all nine")
-    add("--scale", type=float, default=1.0, help="size of each, relative to the usual one")
+    add("--scale", type=float, default=1.0, help="number of questions, relative to the default")
     add("--seed", type=int, default=SEED, help="(default: %(default)s)")
     args = parser.parse_args()
     photos = read_photos(args.photos)

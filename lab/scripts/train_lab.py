@@ -1,14 +1,14 @@
-r"""Train the lab's language model and projector on the features of its tower, on full tokens only.
+r"""Train the lab's projector and language model on cached features of its tower, with all visual tokens.
 
-Stages, each resumable; one that is done is skipped.
+Stages; each resumes after a kill, and finished stages are skipped:
 
-1. ``features``: the pictures of the corpus go through the tower once; tokens of the tap block and questions are kept,
-   several sets of them for each picture, so that later passes ask other things.
-2. ``tokenizer``: a small BPE over the questions and answers.
-3. ``align``: the projector alone, and vectors of words; patches come near the words for what they show.
-4. ``train``: projector and Llama, several questions after one picture, each blind to the others.
-5. ``check``: which kinds of questions about dev photos it answers, at the last checkpoint; may be run while it trains.
-6. ``save``: what was trained, in half precision, with its card, into the package.
+1. ``features``: encode the images of the corpus once; cache the tokens of the feature layer and several sets of
+   questions per image, so that later epochs ask different questions.
+2. ``tokenizer``: learn a small BPE from the questions and answers.
+3. ``align``: train the projector and word vectors, so that patches are close to the words for what they show.
+4. ``train``: train projector and Llama; several questions follow one image and do not attend to each other.
+5. ``check``: measure accuracy on dev photos by kind of question, at the last checkpoint; may run during training.
+6. ``save``: write the trained weights to the package in half precision.
 
 Examples
 --------
@@ -62,31 +62,31 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def features(args: argparse.Namespace) -> None:
-    """Look at the training pictures."""
+    """Compute the features of the training images."""
     look(Corpus(read_photos([args.photos]), seed=args.seed, length=args.length), args.work, args.block)
 
 
 def look(corpus: Corpus, work: Path, block: int) -> None:
-    """Tokens of every picture at the tap block, (100, 576, 384) float16 a shard, and its questions beside it.
+    """Cache the tokens of every image as float16 shards of shape (100, 576, 384), with its questions.
 
-    CLS tokens, which only an SAE is trained on, are kept in a folder of their own. A folder holds what one block saw of
-    one corpus; it is refused for another.
+    CLS tokens, which only SAEs are trained on, have their own folder. A folder belongs to one corpus and one block, and
+    is refused for others.
     """
-    this = {"block": block, "seed": corpus.seed, "photos": corpus.fingerprint}
-    told = work / "features" / "corpus.json"
-    if shards(work) and (not told.exists() or read_json(told) != this):
+    description = {"block": block, "seed": corpus.seed, "photos": corpus.fingerprint}
+    record = work / "features" / "corpus.json"
+    if shards(work) and (not record.exists() or read_json(record) != description):
         raise SystemExit(
-            f"{work / 'features'} holds what the tower saw of other pictures, or at another block, than {this}. Give "
-            "another --work, or delete that folder to have it made anew."
+            f"{work / 'features'} contains features of other images or of another block than {description}. Give another "
+            "--work, or delete that folder to compute them again."
         )
-    write_json(told, this)
+    write_json(record, description)
     tower = lab_tower(block)
     begun, did = time.monotonic(), 0
     for start in range(0, len(corpus), SHARD):
         file = work / "features" / f"{start:06d}.npy"
         numbers = range(start, min(start + SHARD, len(corpus)))
         there = file.exists() and file.with_suffix(".json").exists()
-        # the last shard of a run over fewer pictures is not enough
+        # the last shard of a shorter run is incomplete
         if there and len(np.load(file, mmap_mode="r")) >= len(numbers):
             continue
         tokens = np.empty((len(numbers), PATCHES, WIDTH), dtype=np.float16)
@@ -315,7 +315,7 @@ def train(args: argparse.Namespace) -> None:
         for optimiser, state in zip(optimisers, held["optimisers"], strict=True):
             optimiser.load_state_dict(state)
         step = held["step"]
-        say(f"going on from step {step}")
+        say(f"resuming from step {step}")
     model.train()
     begun, first, saved = time.monotonic(), step, time.monotonic()
     running, count = 0.0, 0
@@ -342,7 +342,7 @@ def train(args: argparse.Namespace) -> None:
         loss = loss_of(model.llama.lm_head(states[wanted]), target[wanted], segment[wanted], weight)
         value = float(loss.detach())
         if not math.isfinite(value):
-            raise SystemExit(f"The loss is {value} at step {step}. Lower --rate and go on from the checkpoint.")
+            raise SystemExit(f"The loss is {value} at step {step}. Lower --rate and resume from the checkpoint.")
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimiser in optimisers:
@@ -363,15 +363,15 @@ def train(args: argparse.Namespace) -> None:
             )
             running, count = 0.0, 0
         if step == args.steps or time.monotonic() - saved > 300:
-            told = [optimiser.state_dict() for optimiser in optimisers]
-            state = {"model": model.state_dict(), "optimisers": told, "step": step}
+            states = [optimiser.state_dict() for optimiser in optimisers]
+            state = {"model": model.state_dict(), "optimisers": states, "step": step}
             write_atomic(checkpoint, lambda target, state=state: torch.save(state, target))
             saved = time.monotonic()
     say("")
 
 
 def batch_numbers(step: int, size: int, total: int, seed: int) -> list[int]:
-    """Pictures of a step: each once before any comes twice, in an order drawn anew for every pass."""
+    """Pictures of a step: each once before any comes twice, in a new random order for every epoch."""
     numbers = []
     for place in range(step * size, (step + 1) * size):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + place // total)
@@ -443,7 +443,7 @@ def judge(
 def check(args: argparse.Namespace) -> None:
     """Share of questions of each kind whose whole answer the model would write, about pictures made of dev photos."""
     if args.dev is None:
-        raise SystemExit("The stage check needs --dev, photos that are not trained on.")
+        raise SystemExit("The stage check needs --dev: photos that were not trained on.")
     work = args.work / "dev"
     dev = read_photos([args.dev])
     check_disjoint(read_photos([args.photos]), dev)
@@ -509,7 +509,7 @@ def main() -> None:
     add("--output", type=Path, default=ROOT / "lab/src/torino_lab/data/lab", help="folder to save to")
     add("--stages", default="features,tokenizer,align,train,save", help="comma-separated (default: %(default)s)")
     add("--length", type=int, default=10_000, help="pictures in the corpus (default: %(default)s)")
-    add("--block", type=int, default=BLOCK, help="tap of the tower, zero-based (default: %(default)s)")
+    add("--block", type=int, default=BLOCK, help="zero-based block of the tower that is read (default: %(default)s)")
     add("--vocabulary", type=int, default=2048, help="largest number of tokens (default: %(default)s)")
     add("--width", type=int, default=256, help="of the language model (default: %(default)s)")
     add("--layers", type=int, default=6, help="of the language model (default: %(default)s)")

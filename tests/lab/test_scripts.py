@@ -124,7 +124,7 @@ def test_model_and_saes_are_trained(work: Path, monkeypatch: pytest.MonkeyPatch)
         "train_lab_saes",
         *photos,
         *("--kinds", "all", "cls", "--expansions", 1, "--pictures", 8, "--heldout", 2, "--steps", 4),
-        *("--name", "all/x1", "--named-by", 3, "--output", work / "sae"),
+        *("--name", "all/x1", "--named-by", 18, "--output", work / "sae"),
     )
     rows = json.loads((work / "run" / "saes" / "saes.json").read_text())["saes"]
     assert [row["kind"] for row in rows] == ["all patches", "CLS"]

@@ -20,7 +20,7 @@ COLORS = {name: (30 * number + 10, 250 - 25 * number, 60 + 90 * (number % 3)) fo
 
 
 def make_photo(name: str, number: int) -> tuple[str, bytes, list[str]]:
-    """Return name, JPEG and captions; the color identifies the scene, because JPEG keeps plain colors nearly exactly."""
+    """Return name, JPEG and captions; the color identifies the scene, since JPEG keeps plain colors nearly exactly."""
     file = io.BytesIO()
     Image.new("RGB", (72, 48) if number % 2 else (48, 64), COLORS[name]).save(file, "JPEG", quality=95)
     lines = CAPTIONS[name]

@@ -24,6 +24,7 @@ from torino.cli._common import (
     PositionsOption,
     errors,
     examples,
+    find_package,
     load_sae,
     memory_errors,
     missing_sae,
@@ -109,6 +110,9 @@ def bench(
 
     plan = BenchPlan(count, warmups, answers, max_new_tokens, seed)
     target = resolve_device(device)
+    package = find_package(model)
+    if not sae and package is not None and package.sae is not None:
+        sae = [str(model)]
     saes = _load_saes(sae or (["example"] if model is None and tokens is None else []), target)
     saes, notes = _with_prefilter(saes, prefilter)
     settings, left_out = _settings(

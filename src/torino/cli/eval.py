@@ -22,6 +22,7 @@ from torino.cli._common import (
     PositionsOption,
     errors,
     examples,
+    find_package,
     load_sae,
     memory_errors,
     parse_budgets,
@@ -106,6 +107,9 @@ def evaluate(
     from torino.vlm.loading import check_model
 
     check_model(model)
+    package = find_package(model)
+    if not sae and package is not None and package.sae is not None:
+        sae = [model]
     words = split_list(methods)
     names, specs = [word for word in words if "(" not in word], [word for word in words if "(" in word]
     if "all" in names:

@@ -56,7 +56,7 @@ class TorinoChat(Base):
     ) -> None:
         if Base is object:
             raise TorinoError(
-                "lmms-eval is not installed. Install it with pip install lmms-eval==0.7.3, or evaluate with torino eval."
+                "lmms-eval is not installed. Install it with pip install lmms-eval==0.7.3, or use torino eval instead."
             )
         super().__init__()
         unknown = sorted(set(options) - set(ACCEPTED))

@@ -1,0 +1,1 @@
+"""Train the miniature LLaVA from pretrained parts on two cores."""

@@ -8,6 +8,7 @@ Example::
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only-features", action="store_true", help="compute the tower's features and stop")
     args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.threads)
     cache = args.cache or args.work / "weights"
     names = [*TRAIN, *WATCH]
@@ -48,7 +50,7 @@ def main() -> None:
     def fill(wanted: list[str]) -> None:
         caches = [features[name] for name in wanted]
         if any(cache_.missing() for cache_ in caches):
-            fill_all(caches, clip_encoder(clip_folder(cache), LAYER, SIZE), lambda text: print(text, flush=True))
+            fill_all(caches, clip_encoder(clip_folder(cache), LAYER, SIZE), logging.info)
 
     fill(names if args.only_features else [*CAPTIONED, *WATCH])
     if args.only_features:

@@ -11,6 +11,7 @@ Three stages, each resumable; one that is done is skipped.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -25,11 +26,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from torino_lab.training.features import Features
 from torino_lab.training.packing import HEAD, Batch, Segment, encode_question, pack
 from torino_lab.training.questions import Photo, draw, keep_weights, phrase
+
+logger = logging.getLogger(__name__)
 
 VISUAL, WIDTH = 196, 768
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -78,7 +81,7 @@ class Projector(nn.Module):
 
     def forward(self, patches: Tensor) -> Tensor:
         """Map patches (…, 768) into the language model's input space."""
-        return self.linear_2(F.gelu(self.linear_1((patches.float() - self.mean) / self.std)))
+        return self.linear_2(functional.gelu(self.linear_1((patches.float() - self.mean) / self.std)))
 
     def folded(self) -> dict[str, Tensor]:
         """Weights of the stock projector that does the same without standardised input."""
@@ -118,14 +121,14 @@ class Reader(nn.Module):
         """Return the logits at the batch's targets."""
         visual = self.projector(patches)
         with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype != torch.float32):
-            start = F.embedding(head, self.embeddings).expand(len(patches), -1, -1)
-            text = F.embedding(batch.text, self.embeddings)
+            start = functional.embedding(head, self.embeddings).expand(len(patches), -1, -1)
+            text = functional.embedding(batch.text, self.embeddings)
             embeds = torch.cat([start, visual.to(start.dtype), text], 1)
             mask = torch.zeros(batch.mask.shape, dtype=embeds.dtype).masked_fill(~batch.mask, float("-inf"))
             hidden = self.llama(inputs_embeds=embeds, attention_mask=mask, position_ids=batch.positions)
             front = head.shape[1] + visual.shape[1]
             picked = hidden.last_hidden_state[batch.rows, front + batch.columns]
-            return F.linear(picked, self.embeddings).float()
+            return functional.linear(picked, self.embeddings).float()
 
     def trained(self) -> dict[str, Tensor]:
         """Everything that training changes."""
@@ -146,10 +149,10 @@ def best_dtype() -> torch.dtype:
     for dtype in (torch.float32, torch.bfloat16):
         a, b = torch.randn(1024, 576).to(dtype), torch.randn(1536, 576).to(dtype)
         for _ in range(3):
-            F.linear(a, b)
+            functional.linear(a, b)
         start = time.perf_counter()
         for _ in range(10):
-            F.linear(a, b)
+            functional.linear(a, b)
         took[dtype] = time.perf_counter() - start
     return torch.bfloat16 if took[torch.float32] > 1.5 * took[torch.bfloat16] else torch.float32
 
@@ -197,7 +200,7 @@ class Trainer:
         line = json.dumps({"time": time.strftime("%Y-%m-%d %H:%M:%S"), **values})
         with (self.work / "log.jsonl").open("a") as file:
             file.write(line + "\n")
-        print(line, flush=True)
+        logger.info(line)
 
     def patches(self, photos: Sequence[Photo]) -> Tensor:
         """Features of photos without CLS, (B, 196, 768)."""
@@ -218,9 +221,9 @@ class Trainer:
         values = self.patches(sample).float().flatten(0, 1)
         projector.mean, projector.std = values.mean(0), values.std(0).clamp_min(1e-3)
         words, table = self._words(captioned)
-        vectors = F.normalize(self.reader.embeddings.detach().float()[words], dim=-1)
+        vectors = functional.normalize(self.reader.embeddings.detach().float()[words], dim=-1)
         centre = vectors.mean(0)
-        vectors = F.normalize(vectors - centre, dim=-1)
+        vectors = functional.normalize(vectors - centre, dim=-1)
         often = table.mean(0).clamp(1e-4, 0.9)
         bias = nn.Parameter((often / (1 - often)).log() - 2)
         gain = nn.Parameter(torch.tensor(2.3))
@@ -234,9 +237,9 @@ class Trainer:
                 group["lr"] = 1e-3 * rate
             chosen = rng.sample(usable, batch)
             seen = projector(self.patches([captioned[n] for n in chosen]))
-            near = F.normalize(seen, dim=-1) @ vectors.T * gain.exp()
+            near = functional.normalize(seen, dim=-1) @ vectors.T * gain.exp()
             holds = near.logsumexp(1) - math.log(near.shape[1]) + bias
-            loss = F.binary_cross_entropy_with_logits(holds, table[chosen], reduction="sum") / batch
+            loss = functional.binary_cross_entropy_with_logits(holds, table[chosen], reduction="sum") / batch
             loss.backward()
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
@@ -264,33 +267,31 @@ class Trainer:
             words = " ".join(re.findall(r"[a-z]+", " ".join(texts).lower()))
             held.append(set(self.tokenizer(" " + words, add_special_tokens=False)["input_ids"]) if words else set())
         count = Counter(token for tokens in held for token in tokens)
-        plain = set(
-            [
-                "a",
-                "an",
-                "the",
-                "and",
-                "in",
-                "on",
-                "of",
-                "at",
-                "with",
-                "is",
-                "are",
-                "to",
-                "no",
-                "yes",
-                "by",
-                "as",
-                "for",
-                "from",
-                "it",
-                "its",
-                "his",
-                "her",
-                "their",
-            ]
-        )
+        plain = {
+            "a",
+            "an",
+            "the",
+            "and",
+            "in",
+            "on",
+            "of",
+            "at",
+            "with",
+            "is",
+            "are",
+            "to",
+            "no",
+            "yes",
+            "by",
+            "as",
+            "for",
+            "from",
+            "it",
+            "its",
+            "his",
+            "her",
+            "their",
+        }
         names = {token: self.tokenizer.decode([token]) for token in count}
         whole = [
             t
@@ -341,7 +342,7 @@ class Trainer:
                 group["lr"] = group["peak"] * scale
             photos, batch, kinds = self._batch(stage, step, pool)
             logits = reader(self.patches(photos), self.head, batch)
-            each = F.cross_entropy(logits, batch.targets, reduction="none")
+            each = functional.cross_entropy(logits, batch.targets, reduction="none")
             loss = (each * batch.weights).sum() / batch.weights.sum()
             loss.backward()
             norm = nn.utils.clip_grad_norm_([p for g in optimiser.param_groups for p in g["params"]], 1.0)
@@ -425,7 +426,7 @@ class Trainer:
             blank = self.reader.projector.mean.expand_as(own)
             for name, patches in {"own": own, "other": other, "none": blank}.items():
                 logits = self.reader(patches, self.head, batch)
-                each = F.cross_entropy(logits, batch.targets, reduction="none")
+                each = functional.cross_entropy(logits, batch.targets, reduction="none")
                 hit = (logits.argmax(-1) == batch.targets).float()
                 _collect(loss.setdefault(name, defaultdict(list)), each, batch.segment, kinds)
                 _collect(right.setdefault(name, defaultdict(list)), hit, batch.segment, kinds, torch.min)
