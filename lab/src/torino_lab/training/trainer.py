@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 VISUAL, WIDTH = 196, 768
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHECKPOINT_SECONDS = 300
+STOP_WORDS = "a an the and in on of at with is are to no yes by as for from it its his her their".split()
 
 
 @dataclass(frozen=True)
@@ -267,36 +268,11 @@ class Trainer:
             words = " ".join(re.findall(r"[a-z]+", " ".join(texts).lower()))
             held.append(set(self.tokenizer(" " + words, add_special_tokens=False)["input_ids"]) if words else set())
         count = Counter(token for tokens in held for token in tokens)
-        plain = {
-            "a",
-            "an",
-            "the",
-            "and",
-            "in",
-            "on",
-            "of",
-            "at",
-            "with",
-            "is",
-            "are",
-            "to",
-            "no",
-            "yes",
-            "by",
-            "as",
-            "for",
-            "from",
-            "it",
-            "its",
-            "his",
-            "her",
-            "their",
-        }
         names = {token: self.tokenizer.decode([token]) for token in count}
         whole = [
             t
             for t, n in count.items()
-            if n >= 15 and re.fullmatch(r" [a-z]{3,}", names[t]) and names[t].strip() not in plain
+            if n >= 15 and re.fullmatch(r" [a-z]{3,}", names[t]) and names[t].strip() not in STOP_WORDS
         ]
         place = {token: number for number, token in enumerate(sorted(whole))}
         table = torch.zeros(len(held), len(place))
