@@ -37,7 +37,31 @@ logger = logging.getLogger(__name__)
 VISUAL, WIDTH = 196, 768
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHECKPOINT_SECONDS = 300
-STOP_WORDS = "a an the and in on of at with is are to no yes by as for from it its his her their".split()
+STOP_WORDS = [
+    "a",
+    "an",
+    "the",
+    "and",
+    "in",
+    "on",
+    "of",
+    "at",
+    "with",
+    "is",
+    "are",
+    "to",
+    "no",
+    "yes",
+    "by",
+    "as",
+    "for",
+    "from",
+    "it",
+    "its",
+    "his",
+    "her",
+    "their",
+]
 
 
 @dataclass(frozen=True)
