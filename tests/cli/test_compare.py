@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -206,3 +207,11 @@ def test_import_is_light() -> None:
     code = "import sys, torino.cli.compare; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "PIL", "huggingface_hub"} & set(loaded)
+
+
+def test_default_budget() -> None:
+    from torino.cli._common import parse_budgets
+    from torino.cli.compare import compare
+
+    default = inspect.signature(compare).parameters["budget"].default
+    assert parse_budgets("--budget", default) == [64]

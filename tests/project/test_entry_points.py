@@ -166,3 +166,49 @@ def test_failing_task_is_one_sentence_that_names_the_package(install: Install, t
     install("faulty-package", "raise RuntimeError('no luck')", {"torino.tasks": "faulty = TASKS"})
     with pytest.raises(TorinoError, match=r"^The tasks of the package faulty-package cannot be loaded: .*no luck"):
         open_task("Dummy-Task", tmp_path)
+
+
+# ---------------------------------------------------------------------- methods and model families
+
+EXTENSIONS = '''
+from dataclasses import dataclass
+
+import torch
+
+from torino.core.reduction import Reduction
+from torino.reducers import Reducer, register
+from torino.vlm import register_adapter
+from torino.vlm.adapters.llava import Llava
+
+
+@register("every-other")
+@dataclass(frozen=True)
+class EveryOther(Reducer):
+    """Keep every second patch."""
+
+    def plan(self, tokens):
+        return Reduction.pick(torch.arange(0, len(tokens), 2), tokens.grid, self.spec)
+
+
+@register_adapter("my_llava")
+class MyLlava(Llava):
+    """A model like LLaVA-1.5."""
+'''
+
+
+def test_methods_and_families_are_found_on_the_command_line(install: Install) -> None:
+    names = {"torino.reducers": "mine = EveryOther", "torino.adapters": "mine = MyLlava"}
+    site = install("extension-package", EXTENSIONS, names)
+    reducers = json.loads(run_torino(site, "list", "--json")[0])
+    assert "every-other" in {row["name"] for row in reducers}
+    models = json.loads(run_torino(site, "list", "models", "--json")[0])
+    assert "my_llava" in {row["name"] for row in models}
+    output, _ = run_torino(site, "reduce", "--method", "every-other", "--no-picture")
+    assert "288" in output
+
+
+def test_failing_extension_names_its_package(install: Install) -> None:
+    site = install("broken-extension", "raise OSError('no such thing')\n", {"torino.reducers": "mine = X"})
+    _, message = run_torino(site, "list", code=2)
+    assert "broken-extension" in message
+    assert "no such thing" in message

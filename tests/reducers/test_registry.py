@@ -84,7 +84,7 @@ def test_unknown_parameter_raises() -> None:
 
 
 def test_missing_sae_raises() -> None:
-    with pytest.raises(BadParameter, match=r"torino-m needs sae: an SAE .*RawEmbedding\(\).*make\('torino-m', sae="):
+    with pytest.raises(BadParameter, match=r"torino-m needs sae: an SAE .*RawEmbedding\(\)\. Give sae=\.\.\. or --sae"):
         make("torino-m(k=2)")
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,8 +225,9 @@ def test_mistakes_in_asking(vlm: VLM, home: Path, reducer: Reducer) -> None:
     batch = vlm.chat_inputs([[user_turn([photo()], QUESTION)], [user_turn([photo(seed=1)], QUESTION)]])
     with pytest.raises(BadParameter, match="one prompt, got 2"):
         vlm.answer(batch)
+    other = SimpleNamespace(config=SimpleNamespace(model_type="gemma3"), prompt_template="")
     with pytest.raises(TorinoError, match="gemma3 model has no chat template"):
-        write_prompt([user_turn([photo()], QUESTION)], vlm.processor, "gemma3")
+        write_prompt([user_turn([photo()], QUESTION)], vlm.processor, other)
 
 
 def test_encoding_is_shared_by_reducers_and_questions(vlm: VLM, reducer: Reducer) -> None:
@@ -234,7 +236,7 @@ def test_encoding_is_shared_by_reducers_and_questions(vlm: VLM, reducer: Reducer
     reducers = [None, reducer, make("visionzip(budget=5)"), make("divprune(budget=4)")]
     encoded = vlm.encode(vlm.inputs(photo(), QUESTION), reducers)
     shared = [vlm.answer(encoded, each, max_new_tokens=5).text for each in reducers]
-    other = [vlm.answer(encoded.ask("how many ?"), each, max_new_tokens=5).text for each in reducers]
+    other = [vlm.answer(encoded.with_question("how many ?"), each, max_new_tokens=5).text for each in reducers]
     handle.remove()
     assert len(runs) == 1
     alone = [ask(photo(), QUESTION, model=vlm, reducer=each, max_new_tokens=5).text for each in reducers]

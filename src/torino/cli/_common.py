@@ -19,6 +19,7 @@ from torino.core.errors import BadFile, BadParameter, TorinoError
 if TYPE_CHECKING:
     from torino.core.concepts import ConceptEncoder
     from torino.reducers import Reducer
+    from torino.vlm import VLM
     from torino.vlm.loading import ModelPackage
 
 out = Console()
@@ -259,6 +260,24 @@ def quiet_transformers() -> Generator[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield library
+
+
+def load_session(
+    model: str,
+    device: str,
+    dtype: DtypeChoice | None,
+    padding: PaddingChoice,
+    positions: PositionsChoice,
+    attention: AttentionChoice,
+    clip: str | None,
+) -> VLM:
+    """Load a model with its host options, and the text tower that reads questions if ``--clip`` is given."""
+    from torino.vlm import load_clip_text, load_vlm
+
+    text_query = None if clip is None else load_clip_text(clip, device=device, dtype=dtype)
+    return load_vlm(
+        model, device, dtype, padding=padding, positions=positions, attention=attention, text_query=text_query
+    )
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from rich.progress import (
     Task,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
@@ -125,27 +124,3 @@ def format_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
-
-
-def phase_bars(console: Console, *, transient: bool = False) -> tuple[Progress, Callable[[str, int, int], None]]:
-    """Return bars for work in phases, and the function that reports a phase, its finished items and their total.
-
-    A phase gets its bar when it is first reported. ``transient`` removes the bars at the end.
-    """
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=transient,
-    )
-    tasks: dict[str, TaskID] = {}
-
-    def update(phase: str, done: int, total: int) -> None:
-        if phase not in tasks:
-            tasks[phase] = bars.add_task(phase, total=total)
-        bars.update(tasks[phase], completed=done, total=total)
-
-    return bars, update

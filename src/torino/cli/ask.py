@@ -37,6 +37,7 @@ from torino.cli._common import (
     default_sae,
     errors,
     examples,
+    load_session,
     memory_errors,
     note,
     open_single_image,
@@ -103,22 +104,9 @@ def ask(
         raise BadParameter(f"{option} needs a method, and --method is none. Omit one of them.")
     with quiet_transformers(), memory_errors(model, device):
         from torino.vlm import ask as ask_model
-        from torino.vlm import load_clip_text, load_vlm
 
-        text_query = None
-        if clip is not None:
-            with errors.status(f"Loading {escape(clip)} …"):
-                text_query = load_clip_text(clip, device=device, dtype=dtype)
         with errors.status(f"Loading {escape(model)} …"):
-            vlm = load_vlm(
-                model,
-                device,
-                dtype,
-                padding=padding,
-                positions=positions,
-                attention=attention,
-                text_query=text_query,
-            )
+            vlm = load_session(model, device, dtype, padding, positions, attention, clip)
         with errors.status("Encoding and answering …"):
             answer = ask_model(
                 opened,

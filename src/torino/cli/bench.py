@@ -26,6 +26,7 @@ from torino.cli._common import (
     examples,
     find_package,
     load_sae,
+    load_session,
     memory_errors,
     missing_sae,
     note,
@@ -145,18 +146,7 @@ def bench(
                     "lengths of dynamic methods say nothing about photos."
                 )
             with quiet_transformers(), memory_errors(model, device):
-                from torino.vlm import load_clip_text, load_vlm
-
-                text_query = None if clip is None else load_clip_text(clip, device=device, dtype=dtype)
-                vlm = load_vlm(
-                    model,
-                    device,
-                    dtype,
-                    padding=padding,
-                    positions=positions,
-                    attention=attention,
-                    text_query=text_query,
-                )
+                vlm = load_session(model, device, dtype, padding, positions, attention, clip)
                 name = Path(model).name or model
                 bench_run.on_model(vlm, photos, question=question or QUESTION, name=name, source=source)
     document = bench_run.document()

@@ -31,6 +31,7 @@ from torino.cli._common import (
     examples,
     find_package,
     load_sae,
+    load_session,
     memory_errors,
     missing_sae,
     note,
@@ -110,19 +111,8 @@ def compare(
         saes = {LABEL: load_sae(sae, device=resolve_device(device))} if sae and needs_sae else {}
         reducers = {setting.id: setting.reducer(saes) for setting in settings}
         with quiet_transformers(), memory_errors(model, device):
-            from torino.vlm import load_clip_text, load_vlm
-
             status.update(f"Loading {escape(model)} …")
-            text_query = None if clip is None else load_clip_text(clip, device=device, dtype=dtype)
-            vlm = load_vlm(
-                model,
-                device,
-                dtype,
-                padding=padding,
-                positions=positions,
-                attention=attention,
-                text_query=text_query,
-            )
+            vlm = load_session(model, device, dtype, padding, positions, attention, clip)
             status.update("Encoding the image …")
             results, shown = _answer_all(vlm, opened, question, settings, reducers, max_new_tokens, status)
         full = results[0]

@@ -24,6 +24,7 @@ from torino.cli._common import (
     examples,
     find_package,
     load_sae,
+    load_session,
     memory_errors,
     parse_budgets,
     parse_pairs,
@@ -103,7 +104,6 @@ def evaluate(
     from torino.evaluation.runner import RunPlan
     from torino.evaluation.runner import evaluate as run_evaluation
     from torino.reducers import get
-    from torino.vlm import load_clip_text, load_vlm
     from torino.vlm.loading import check_model
 
     check_model(model)
@@ -125,16 +125,7 @@ def evaluate(
     check_reducers(reducers, has_text_query=clip is not None)
     with quiet_transformers(), memory_errors(model, device), warnings.catch_warnings():
         with errors.status(f"Loading {escape(model)} …"):
-            text_query = None if clip is None else load_clip_text(clip, device=device, dtype=dtype)
-            vlm = load_vlm(
-                model,
-                device,
-                dtype,
-                padding=padding,
-                positions=positions,
-                attention=attention,
-                text_query=text_query,
-            )
+            vlm = load_session(model, device, dtype, padding, positions, attention, clip)
         with progress(errors) as report:
             run = run_evaluation(
                 output,

@@ -170,7 +170,7 @@ class Engine:
                     asked.append((question, self.vlm.encode(inputs, reducers)))
                     encoded = asked[0][1]
                 else:
-                    asked.append((question, encoded.ask(question.text)))
+                    asked.append((question, encoded.with_question(question.text)))
             except Exception as error:
                 self._stop_at(error)
                 yield self._all_failed([question], wanted, error)

@@ -12,6 +12,7 @@ from inspect import getdoc
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from torino.core.errors import BadParameter, BadTokens, unknown_name
+from torino.core.plugins import load_plugins
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
 
@@ -161,13 +162,14 @@ def register(name: str) -> Callable[[ReducerClass], ReducerClass]:
 
 
 def list_reducers() -> list[str]:
-    """Return the names of all registered reducers, sorted."""
+    """Return the names of all registered reducers, sorted; packages add theirs through ``torino.reducers``."""
+    load_plugins("torino.reducers")
     return sorted(_registry)
 
 
 def get(name: str) -> type[Reducer]:
     """Return the class of a registered reducer."""
-    if name not in _registry:
+    if name not in _registry and name not in list_reducers():
         raise unknown_name("reducer", name, list_reducers())
     return _registry[name]
 
@@ -192,7 +194,8 @@ def make(spec: str, **parameters: Any) -> Reducer:
         required = field.default is MISSING and field.default_factory is MISSING
         if required and field.name not in values:
             hint = ": an SAE (SAE.load(...)) or RawEmbedding()" if field.name == "sae" else ""
-            raise BadParameter(f"{name} needs {field.name}{hint}. Give it as make({name!r}, {field.name}=...).")
+            option = f" or --{field.name}" if field.name in ("budget", "sae") else ""
+            raise BadParameter(f"{name} needs {field.name}{hint}. Give {field.name}=...{option}.")
     return cls(**values)
 
 
@@ -200,11 +203,13 @@ def describe(name: str) -> dict[str, str]:
     """Return a summary of a registered reducer, one line of text per entry."""
     cls = get(name)
     with_default = [field for field in _fields(cls) if field.default is not MISSING]
+    reads_concepts = any(field.name == "sae" for field in _fields(cls))
     return {
         "name": name,
         "summary": (getdoc(cls) or "").split("\n")[0],
         "parameters": ", ".join(f"{field.name}={field.default!r}" for field in with_default),
-        "needs": (", ".join(sorted(cls.needs)) or "patches only") + (", in every block" if cls.in_tower else ""),
+        "needs": ", ".join([*(["concepts"] if reads_concepts else []), *sorted(cls.needs)] or ["patches only"])
+        + (", in every block" if cls.in_tower else ""),
         "length": "adaptive or fixed" if cls.adaptive else "fixed",
         "output": "merges" if cls.merges else "prunes",
         "cost": cls.cost,

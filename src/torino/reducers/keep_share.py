@@ -31,6 +31,18 @@ class KeepShare(Reducer):
     share: float
     name = "keep-share"
 
+    @property
+    def spec(self) -> str:
+        """The wrapped reducer and the share."""
+        inner = replace(cast(Any, self.inner), budget=None) if self._budget_is_optional else self.inner
+        name = inner.spec if self._budget_is_optional else self.inner.name
+        return f"{name} with a budget of {100 * self.share:.4g}% of the patches"
+
+    @property
+    def _budget_is_optional(self) -> bool:
+        budget = next(field for field in fields(cast(Any, self.inner)) if field.name == "budget")
+        return budget.default is None
+
     def __post_init__(self) -> None:
         """Raise BadParameter if the reducer has no budget or the share is out of range."""
         if not is_dataclass(self.inner) or "budget" not in {field.name for field in fields(self.inner)}:

@@ -28,7 +28,8 @@ from torino.training.metrics import LatentStats, SAEMetrics, compute_metrics
 from torino.training.objectives import BatchStats, Objective, Weights
 from torino.version import __version__
 
-INIT_ROWS = 4096  # minimum number of rows from which scale and bias are initialized
+INIT_ROWS = 4096  # rows from which scale and bias are initialized, in at most INIT_BATCHES batches
+INIT_BATCHES = 64
 METRIC_BATCHES = 8  # batches on which the metrics of the trained SAE are computed
 
 StepCallback = Callable[[int, Mapping[str, Any] | None], None]
@@ -81,7 +82,7 @@ class Trainer:
             self._load_state(tensors, state[1])
 
     def _read_init_rows(self) -> Tensor:
-        batches = max(1, min(64, -(-INIT_ROWS // self.config.batch)))
+        batches = max(1, min(INIT_BATCHES, -(-INIT_ROWS // self.config.batch)))
         rows = torch.cat([self.activations.batch(step, self.config.batch) for step in range(batches)])
         check_matrix(rows, "activations")
         return rows.float()

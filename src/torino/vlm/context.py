@@ -40,7 +40,7 @@ class ActiveReduction:
 
     @functools.cached_property
     def reduce(self) -> Callable[[Mapping[str, Any], Side | None], tuple[dict[str, Any], Tensor | None]]:
-        """A function that reduces inputs and traces it, and returns the attention bias of the new prompt, if any.
+        """A function that reduces inputs and records the call; it returns the new inputs and their attention bias.
 
         It is hidden from compilers, which cannot follow hooks.
         """
@@ -81,12 +81,12 @@ def reduced(
     prompt too. Scores, hidden states and caches are those of the reduced prompt. A right-padded prompt is padded on
     the left before generation; stock models only warn about it.
 
-    ``forward`` returns logits (and a loss, from ``labels`` reduced alike; padding never counts) of the reduced prompt,
+    ``forward`` returns logits (and a loss, if ``labels`` are given: they are reduced too) of the reduced prompt,
     padded on the side that was padded. To write your own decoding loop, or to continue from a cache over several
-    turns, use :class:`ReducingProcessor`, whose prompts have their final length.
+    turns, use :class:`ReducingProcessor`, whose prompts already have the reduced length.
 
-    Other threads are not affected. A thread that should be enters its own ``with``, runs in
-    ``contextvars.copy_context()``, or uses :func:`apply`. A copy or pickle of the model is not reduced.
+    Other threads are not affected. To reduce in another thread too, enter ``with`` there, run the thread in
+    ``contextvars.copy_context()``, or use :func:`apply`. A copy or pickle of the model is not reduced.
 
     Parameters
     ----------
@@ -99,8 +99,8 @@ def reduced(
         Whether to use proportional attention, see :mod:`torino.vlm.attention`; auto follows the reducer where the
         model supports it. It lasts for a whole ``generate`` call; in your own decoding loop, only for the call that
         has the images.
-    text_query : TextQuery, optional
-        The question, for reducers that choose patches by it: see :meth:`ClipText.query`.
+    text_query : ClipText or TextQuery, optional
+        Reads the question, for reducers that choose patches by it: see :meth:`ClipText.query`.
 
     Yields
     ------

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torino.core.errors import BadParameter, TorinoError
+from torino.vlm.adapters.base import Adapter
 
 Turn = Mapping[str, Any]
 """A turn of a conversation: ``role``, and ``content``, a list of parts ``{"type": "text", "text": …}`` and
 ``{"type": "image", "image": …}``."""
 
 DEFAULT_MARKER = "<image>"
-# Prompts of families whose processors may lack a chat template.
-TEMPLATES = {"llava": "USER: {images}{question} ASSISTANT:", "paligemma": "{images}{question}"}
 
 
 def user_turn(images: Sequence[Any], question: str) -> Turn:
@@ -42,8 +41,10 @@ def last_question(conversation: Sequence[Turn]) -> str:
     return " ".join(str(part["text"]) for turn in last for part in turn["content"] if part["type"] == "text")
 
 
-def write_prompt(conversation: Sequence[Turn], processor: Any, family: str) -> str:
+def write_prompt(conversation: Sequence[Turn], processor: Any, adapter: Adapter) -> str:
     """Write a conversation with the model's chat template, with one marker for each image.
+
+    A single question to a model without one is written with the adapter's own template, if it has one.
 
     Raises
     ------
@@ -51,6 +52,7 @@ def write_prompt(conversation: Sequence[Turn], processor: Any, family: str) -> s
         If the model has no chat template and none is known for its family, or if its template fails.
     """
     marker = str(getattr(processor, "image_token", None) or DEFAULT_MARKER)
+    family = str(adapter.config.model_type)
     turns: list[dict[str, Any]] = [
         {"role": str(turn["role"]), "content": [_part(part, marker) for part in turn["content"]]}
         for turn in conversation
@@ -61,17 +63,16 @@ def write_prompt(conversation: Sequence[Turn], processor: Any, family: str) -> s
             return processor.apply_chat_template(turns, chat_template=template, add_generation_prompt=True)
         except Exception as error:  # a template is a program and may raise anything
             raise TorinoError(f"The chat template of this {family} model failed: {error}") from error
-    if family not in TEMPLATES or len(turns) > 1:
+    if not adapter.prompt_template or len(turns) > 1:
         what = "a conversation" if len(turns) > 1 else "a question"
         raise TorinoError(
             f"The processor of this {family} model has no chat template, so torino does not know how to write {what}. "
             "Set processor.chat_template, or download chat_template.jinja beside the weights."
         )
     parts = turns[0]["content"]
-    line_end = "\n" if family == "llava" else ""
-    images = f"{marker}{line_end}" * sum(part["type"] == "image" for part in parts)
+    images = f"{marker}{adapter.image_suffix}" * sum(part["type"] == "image" for part in parts)
     question = "\n".join(part["text"] for part in parts if part["type"] == "text")
-    return TEMPLATES[family].format(images=images, question=question)
+    return adapter.prompt_template.format(images=images, question=question)
 
 
 def _part(part: Mapping[str, Any], marker: str) -> dict[str, Any]:

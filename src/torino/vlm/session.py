@@ -128,8 +128,8 @@ class Encoded:
         needs = [vlm.adapter.needs(reducer) for reducer in reducers if reducer is not None and not reducer.in_tower]
         self._union = frozenset[str]().union(*needs) - QUERY_SIGNALS
 
-    def ask(self, question: str) -> Encoded:
-        """Return the same encoded images with another question."""
+    def with_question(self, question: str) -> Encoded:
+        """Return the same images with another question; the tower does not run again."""
         other = Encoded.__new__(Encoded)
         other.vlm, other._runs, other._union = self.vlm, self._runs, self._union
         inputs, pixels = self.vlm.inputs(self.inputs.images, question), self.vlm.adapter.pixel_names
@@ -149,9 +149,9 @@ class Encoded:
         images, seconds = self._encode(needs - QUERY_SIGNALS)
         if reducer is not None and needs & QUERY_SIGNALS:
             query = self.vlm.query_for(self.inputs, reducer)
-            with recording() as asking:
+            with recording() as query_seconds:
                 images = adapter.add_text_query(images, self.inputs.tensors, reducer, query)
-            seconds = {**seconds, **asking}
+            seconds = {**seconds, **query_seconds}
         return images, None, seconds
 
     def _encode(self, needs: frozenset[str]) -> tuple[EncodedImages, dict[str, float]]:
@@ -184,12 +184,11 @@ class VLM:
     text_query : ClipText, optional
         Reads the question for reducers that choose patches by it, such as ``cdpruner``.
     package : ModelPackage, optional
-        The installed package that provides the model.
 
     Examples
     --------
     >>> vlm = load_vlm("lab")  # doctest: +SKIP
-    >>> vlm.answer(vlm.inputs("photo.jpg", "What is on the table?"), reducer).text  # doctest: +SKIP
+    >>> vlm.answer(vlm.inputs("photo.jpg", "What is it?"), reducer).text  # doctest: +SKIP
     """
 
     def __init__(
@@ -211,8 +210,8 @@ class VLM:
         self.positions: Positions = positions
         self.attention: Attention = attention
         self.text_query = text_query
-        position_mode(positions, None)
-        uses_proportional(attention, None, self.adapter)
+        position_mode(positions, None)  # refuses an unknown option
+        uses_proportional(attention, None, self.adapter)  # refuses an unknown or unsupported option
         self._color = mean_color(processor)
         weight = next(p for p in model.parameters() if p.is_floating_point())
         self.device, self.dtype = weight.device, weight.dtype
@@ -239,7 +238,7 @@ class VLM:
         Either all conversations have images, or none has.
         """
         begin = time.perf_counter()
-        prompts = [write_prompt(conversation, self.processor, self.family) for conversation in conversations]
+        prompts = [write_prompt(conversation, self.processor, self.adapter) for conversation in conversations]
         images = [[self.open(image) for image in turn_images(conversation)] for conversation in conversations]
         options: dict[str, Any] = {}
         start = getattr(getattr(self.processor, "tokenizer", None), "bos_token", None)
@@ -334,7 +333,8 @@ class VLM:
         ----------
         inputs : Inputs
         reductions : sequence of ReducedImages
-            They must agree in ``positions`` and ``proportional``; several need ``adapter.batches_reductions``.
+            They must agree in ``positions`` and ``proportional``. Several reductions in one call are possible where
+            ``adapter.batches_reductions`` is True.
         prefix : PrefixCache, optional
             Shares the prompt up to the end of its images among several questions, where the family allows it.
         **generation

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torino.core.errors import BadParameter, MissingSignal, TorinoError, unknown_name
+from torino.core.plugins import load_plugins
 from torino.core.ragged import Ragged
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage
@@ -115,6 +116,10 @@ class Adapter(ABC):
     shares_prefix: ClassVar[bool] = False
     """Whether the prompt up to the end of its images can be read once for several questions: attention is causal and
     positions simply count."""
+    prompt_template: ClassVar[str] = ""
+    """Prompt for checkpoints without a chat template, with ``{images}`` and ``{question}``; empty if there is none."""
+    image_suffix: ClassVar[str] = ""
+    """Text after each image marker in ``prompt_template``."""
     in_tower_refusal: ClassVar[str] = "torino does not run the blocks of its tower one by one"
     """Why no reducer can run inside the tower; empty where one can."""
 
@@ -378,7 +383,8 @@ def register_adapter(*families: str) -> Callable[[type[Adapter]], type[Adapter]]
 
 
 def families() -> list[str]:
-    """Return the ``model_type`` of all supported models."""
+    """Return the ``model_type`` of all supported models; packages add theirs through ``torino.adapters``."""
+    load_plugins("torino.adapters")
     return sorted(_adapters)
 
 
@@ -389,7 +395,7 @@ def check_family(family: str) -> None:
             "Mllama passes images to its language model by cross-attention, not as tokens of the prompt, so there are "
             "no tokens to remove. Choose a model of another family: " + ", ".join(families()) + "."
         )
-    if family not in _adapters:
+    if family not in _adapters and family not in families():
         raise unknown_name("model family", family, families())
 
 

@@ -57,6 +57,7 @@ class PaliGemma(SiglipAdapter):
     """
 
     families: ClassVar[tuple[str, ...]] = ("paligemma",)
+    prompt_template: ClassVar[str] = "{images}{question}"
     in_tower_refusal: ClassVar[str] = ""
 
     def visual_tokens(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> list[VisualTokens]:

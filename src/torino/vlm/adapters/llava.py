@@ -29,6 +29,8 @@ class Llava(Adapter):
     proportional_attention: ClassVar[bool] = True
     shares_prefix: ClassVar[bool] = True
     in_tower_refusal: ClassVar[str] = ""
+    prompt_template: ClassVar[str] = "USER: {images}{question} ASSISTANT:"
+    image_suffix: ClassVar[str] = "\n"
 
     @property
     def inner(self) -> Any:

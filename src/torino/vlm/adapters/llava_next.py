@@ -28,7 +28,7 @@ another rule, register a subclass::
     class AllNewlines(LlavaNext):
         newlines = "all"
 
-    register_adapter("llava_next")(lambda: AllNewlines)
+    register_adapter("llava_next")(AllNewlines)
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class LlavaNext(Llava):
     proportional_attention: ClassVar[bool] = False  # newlines represent no patch
     shares_prefix: ClassVar[bool] = False  # tested with LLaVA-1.5 only
     tiles: ClassVar[bool] = True
+    prompt_template: ClassVar[str] = ""  # it depends on the language model
     in_tower_refusal: ClassVar[str] = "its tiles are cropped after the tower, and merged tokens cannot be cropped"
     newlines: Newlines = "rows"
 
