@@ -64,12 +64,12 @@ class TorinoXAblations(TorinoX):
         """Return the ``count`` strongest concepts of each patch, ranked by ``rank``."""
         return self.sae.top(patches, count, rank=self.rank)
 
-    def patch_weights(self, concepts: Concepts) -> Floats:
+    def patch_weights(self, codes: Concepts) -> Floats:
         """Return the weight of each patch in the coverage."""
-        return np.ones(len(concepts), np.float32) if self.evidence == "uniform" else super().patch_weights(concepts)
+        return np.ones(len(codes), np.float32) if self.evidence == "uniform" else super().patch_weights(codes)
 
     def select(
-        self, image: VisualTokens, concepts: Concepts, overlap: Floats, max_tokens: int, min_gain: float
+        self, image: VisualTokens, codes: Concepts, overlap: Floats, max_tokens: int, min_gain: float
     ) -> tuple[Ints, Floats]:
         """Return the selected patches in order of selection and their gains."""
         if self.selection == "position":
@@ -77,7 +77,7 @@ class TorinoXAblations(TorinoX):
             nearness = apply_locality(np.ones_like(overlap), image.grid, self.locality)
             return greedy_coverage(nearness, np.ones(len(nearness), np.float32), max_tokens, min_gain)
         rule = farthest_point if self.selection == "farthest_point" else greedy_coverage
-        return rule(overlap, self.patch_weights(concepts), max_tokens, min_gain)
+        return rule(overlap, self.patch_weights(codes), max_tokens, min_gain)
 
 
 def farthest_point(overlap: Floats, weight: Floats, max_patches: int, min_gain: float) -> tuple[Ints, Floats]:

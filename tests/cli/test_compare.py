@@ -215,3 +215,30 @@ def test_default_budget() -> None:
 
     default = inspect.signature(compare).parameters["budget"].default
     assert parse_budgets("--budget", default) == [64]
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "expected"),
+    [
+        ("An Orange.", "orange", True),
+        ("two", "2|several", True),
+        ("blue", "orange|red", False),
+        ("blue", None, None),
+    ],
+)
+def test_answers_are_compared_with_the_truth(text: str, truth: str | None, expected: bool | None) -> None:
+    from torino.cli.compare import is_correct
+
+    assert is_correct(text, truth) is expected
+
+
+def test_truth_marks_answers_right_or_wrong(home: Path, vlm: VLM) -> None:
+    specs = [f"random(budget=3, seed={seed})" for seed in range(6)]
+    answers_ = [ask(photo(), QUESTION, model=vlm, reducer=make(s), max_new_tokens=4).text.strip() for s in specs]
+    truth = answers_[0]
+    lines = compare(home, "--methods", ",".join(specs), "--truth", truth).out.splitlines()
+    assert [("✓" in line, "✗" in line) for line in lines[2:8]] == [(a == truth, a != truth) for a in answers_]
+    assert f"{sum(a == truth for a in answers_)} of 6 methods are right" in lines[-2] + lines[-1] + lines[-3]
+    rows = answers(home, "--methods", ",".join(specs), "--truth", truth)
+    assert [rows[spec]["correct"] for spec in specs] == [a == truth for a in answers_]
+    assert answers(home, "--methods", specs[0])[specs[0]]["correct"] is None

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 EPILOG = examples(
     'torino compare astronaut "What color is the shirt?" --budget 32',
+    'torino compare astronaut "What color is the suit?" --truth orange --budget 32',
     'torino compare photo.jpg "How many cups?" --budget 128,64 -o cups.png',
     "torino compare photo.jpg \"What is this?\" --methods torino-m,visionzip,'tome(budget=32)'",
     'torino compare photo.jpg "What is this?" --model llava-hf/llava-1.5-7b-hf --sae ./my-sae',
@@ -77,6 +78,9 @@ def compare(
     question: QuestionArgument,
     budget: Annotated[str, typer.Option(help="Tokens per image, one or several: 64 or 128,64.")] = "64",
     methods: MethodsOption = "all",
+    truth: Annotated[
+        str | None, typer.Option(help="The right answer, to mark answers right or wrong; several separated by |.")
+    ] = None,
     model: ModelOption = LAB,
     sae: SaeOption = None,
     clip: ClipOption = None,
@@ -121,13 +125,15 @@ def compare(
         if all(result.error for result in results[1:]):
             raise TorinoError(f"No method could answer. {results[1].setting.label}: {results[1].error}")
         status.update("Drawing …")
-        drawn = _draw(output, question, results, shown)
+        drawn = _draw(output, question, results, shown, truth)
     notes += [f"{result.setting.label} was left out: {result.error}" for result in results if result.error]
     if not drawn:
         notes.append("No picture was drawn: this model splits images into tiles.")
-    rows = [_row(result, full.text) for result in results]
+    rows = [_row(result, full.text, truth) for result in results]
     if as_json:
-        facts = {"model": model, "image": image, "question": question, "budget": budgets, "answers": rows}
+        facts: dict[str, Any] = {"model": model, "image": image, "question": question}
+        facts |= {"budget": budgets, "truth": truth}
+        facts["answers"] = rows
         out.print_json(json.dumps({**facts, "notes": notes, "picture": str(output) if drawn else None}))
         return
     _print([row for row in rows if not row.get("error")])
@@ -203,7 +209,7 @@ def _answer_all(
     return results, shown[0] if len(shown) == 1 else None
 
 
-def _row(result: ComparedMethod, full: str) -> dict[str, Any]:
+def _row(result: ComparedMethod, full: str, truth: str | None) -> dict[str, Any]:
     setting = result.setting
     facts: dict[str, Any] = {"method": setting.method, "label": setting.label, "spec": setting.spec}
     if result.text is None:
@@ -213,6 +219,7 @@ def _row(result: ComparedMethod, full: str) -> dict[str, Any]:
         "tokens": result.tokens,
         "answer": result.text,
         "same": _normalized(result.text) == _normalized(full),
+        "correct": is_correct(result.text, truth),
         "plan_ms": None if result.plan_ms is None else round(result.plan_ms, 2),
     }
 
@@ -222,7 +229,16 @@ def _normalized(text: str) -> str:
     return " ".join(text.lower().split()).rstrip(" .")
 
 
-def _draw(path: Path, question: str, results: Sequence[ComparedMethod], image: Any) -> bool:
+def is_correct(text: str, truth: str | None) -> bool | None:
+    """Return whether an answer equals one of the right answers after VQA's normalization; None without them."""
+    if truth is None:
+        return None
+    from torino.evaluation.extraction import normalize_answer
+
+    return normalize_answer(text) in {normalize_answer(answer) for answer in truth.split("|")}
+
+
+def _draw(path: Path, question: str, results: Sequence[ComparedMethod], image: Any, truth: str | None) -> bool:
     """Draw what each method kept, if the model encodes the image whole."""
     from torino.viz.draw import save_picture
     from torino.viz.figures import ComparedAnswer, draw_compare
@@ -230,14 +246,18 @@ def _draw(path: Path, question: str, results: Sequence[ComparedMethod], image: A
     full = results[0].text or ""
     answers = [
         ComparedAnswer(
-            result.setting.label, result.reduction, result.text, _normalized(result.text) == _normalized(full)
+            result.setting.label,
+            result.reduction,
+            result.text,
+            _normalized(result.text) == _normalized(full),
+            is_correct(result.text, truth),
         )
         for result in results
         if result.text is not None and result.reduction is not None
     ]
     if not answers or image is None:
         return False
-    save_picture(draw_compare(image, question, full, answers), path)
+    save_picture(draw_compare(image, question, full, answers, correct=is_correct(full, truth)), path)
     return True
 
 
@@ -251,16 +271,22 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         full = row["method"] == "full"
         time = "" if full else "in the tower" if row["plan_ms"] is None else f"{row['plan_ms']:.1f}"
-        mark = "" if full else "[green]=[/]" if row["same"] else "[red]≠[/]"
+        mark = "" if full else "=" if row["same"] else "≠"
+        if row["correct"] is not None:
+            mark = "[green]✓[/]" if row["correct"] else "[red]✗[/]"
         answer = escape(row["answer"]) or "[dim](nothing)[/]"
         style = "bold" if full else ""
         table.add_row(escape(row["label"]), str(row["tokens"]), time, mark, answer, style=style, end_section=full)
     out.print(table)
     others = [row for row in rows if row["method"] != "full"]
-    same = sum(bool(row["same"]) for row in others)
+    same, correct = (sum(bool(row[name]) for row in others) for name in ("same", "correct"))
+    legend = (
+        f"= same answer as with all {rows[0]['tokens']} tokens ({same} of {len(others)} methods), ≠ another answer."
+    )
+    if rows[0]["correct"] is not None:
+        legend = f"✓ right, ✗ wrong: {correct} of {len(others)} methods are right."
     out.print(
-        f"= same answer as with all {rows[0]['tokens']} tokens ({same} of {len(others)} methods), ≠ another answer. "
-        "Plan times are of one cold run; torino bench measures them.",
+        f"{legend} Plan times are of one cold run; torino bench measures them.",
         highlight=False,
         soft_wrap=True,
     )

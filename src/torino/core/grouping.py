@@ -1,9 +1,12 @@
 """Group patches that share at least δ of their top-k concepts into connected components.
 
 Two sets of k concepts share at least δ of them if and only if they share a subset of size δ. So each patch gets
-C(k, δ) keys, one per subset, and each patch is linked to the next one with the same key. This graph has the same
-components as the paper's token graph, but costs O(N·C(k, δ)) instead of O(k²N²). All images of a batch are processed
-at once, without a loop over patches or pairs. For δ = k a patch has one key and no graph is needed.
+binom(k, δ) keys, one per subset, and each patch is linked to the previous one with the same key. This graph has the
+same components as the paper's token graph, but costs O(N·binom(k, δ)) instead of O(k²N²). All images of a batch are
+processed at once, without a loop over patches or pairs. For δ = k a patch has one key and no graph is needed.
+
+Inside this module a silent slot is a slot without an active latent, and a silent patch has only silent slots. Links
+between patches are two arrays of equal length, ``source`` and ``target``; their direction does not matter.
 """
 
 from __future__ import annotations
@@ -79,8 +82,9 @@ def group_by_overlap(
         Minimum number of shared concepts, from 1 to k.
     silent : {"group", "keep", "literal"}
         Rule for patches without an active concept. ``"group"``: they form one group per image. ``"keep"``: each
-        forms its own group. ``"literal"``: silent slots are filled with the lowest latents, as arg-top-k over
-        zeros does (see :meth:`Concepts.literal`).
+        forms its own group. ``"literal"`` changes all patches with a silent slot, also those with active concepts:
+        every silent slot is filled with the lowest unused latent, as arg-top-k over zeros does (see
+        :meth:`Concepts.literal`), and then counts as a concept.
     offsets : Tensor of shape (images + 1,), optional
         First patch of each image, followed by N. Default: all patches belong to one image.
 
@@ -120,9 +124,9 @@ def group_by_overlap(
     lengths = np.array([len(concepts)]) if offsets is None else offsets.diff().cpu().numpy()
     image = np.repeat(np.arange(len(lengths)), lengths)
 
-    symbols, real, inactive = _symbols(concepts.indices.cpu().numpy())
-    together = inactive if silent == "group" else np.zeros_like(inactive)
-    label = _components(symbols, real, delta, image, together)
+    symbols, first_silent, silent_patches = _symbols(concepts.indices.cpu().numpy())
+    grouped = silent_patches if silent == "group" else np.zeros_like(silent_patches)
+    label = _components(symbols, first_silent, delta, image, grouped)
     return _number_groups(label, image, len(lengths), concepts.indices.device)
 
 
@@ -149,74 +153,85 @@ def shared_concepts(concepts: Concepts, groups: Groups) -> Tensor:
 
 
 def _symbols(indices: Ints) -> tuple[Ints, int, NDArray[np.bool_]]:
-    """Return sorted rows of symbols, the number R above all latents, and a mask of rows without active latents.
+    """Return sorted rows of symbols, the first symbol above the latents, and a mask of the silent patches.
 
-    The t-th silent slot of a row becomes the symbol R + t. With this numbering two rows with s_i and s_j silent slots
-    share min(s_i, s_j) of them, and every row is a set.
+    The silent slots of a row become the symbols ``first_silent``, ``first_silent + 1``, … in their order. With this
+    numbering two rows with s_i and s_j silent slots share min(s_i, s_j) of them, and every row is a set.
     """
     is_silent = indices == SILENT
-    real = int(indices.max()) + 1
-    symbols = np.where(is_silent, real - 1 + is_silent.cumsum(1), indices) if is_silent.any() else indices.copy()
+    first_silent = int(indices.max()) + 1
+    symbols = indices.copy()
+    if is_silent.any():
+        symbols = np.where(is_silent, first_silent - 1 + is_silent.cumsum(1), indices)
     symbols.sort(axis=1)
     duplicate = symbols[:, 1:] == symbols[:, :-1]
     if duplicate.any():
         row = int(duplicate.any(1).nonzero()[0][0])
         raise BadParameter(f"Patch {row} has the same concept twice. The top-k concepts of a patch must be distinct.")
-    return symbols, real, is_silent.all(1)
+    return symbols, first_silent, is_silent.all(1)
 
 
-def _components(symbols: Ints, real: int, delta: int, image: Ints, together: NDArray[np.bool_]) -> Ints:
-    """Return the component of each patch; patches in the mask ``together`` are linked within their image."""
+def _components(symbols: Ints, first_silent: int, delta: int, image: Ints, grouped: NDArray[np.bool_]) -> Ints:
+    """Return the component of each patch; the silent patches in the mask ``grouped`` form one group per image."""
     patches, k = symbols.shape
     if comb(k, delta) > MAX_KEYS:
-        return _components_by_product(symbols, real, delta, image, together)
+        return _components_by_product(symbols, first_silent, delta, image, grouped)
     if delta == k:  # one key per patch, which identifies the component
         label = image
         for column in symbols.T:
-            label = _combine(label, column, real + k)
-        inactive = symbols[:, 0] >= real  # no active latent and so no key: use a label below all keys
-        label = np.where(inactive, np.where(together, -1 - image, -1 - len(image) - np.arange(patches)), label)
+            label = _combine(label, column, first_silent + k)
+        silent_patches = symbols[:, 0] >= first_silent
+        # silent patches have no key: they get negative labels, one per image if they are grouped, else one per patch
+        silent_label = np.where(grouped, -1 - image, -1 - len(image) - np.arange(patches))
+        label = np.where(silent_patches, silent_label, label)
         return np.unique(label, return_inverse=True)[1].reshape(-1)
     subsets = np.array(list(combinations(range(k), delta)))
-    rows, which = (symbols[:, subsets[:, 0]] < real).nonzero()  # rows are sorted: active latents come first
+    rows, which = (symbols[:, subsets[:, 0]] < first_silent).nonzero()  # rows are sorted: active latents come first
     key = image[rows]
     for column in subsets.T:
-        key = _combine(key, symbols[rows, column[which]], real + k)
-    left, right = _link_same_key(rows, key)
-    extra = together.nonzero()[0]
-    later, earlier = _link_same_key(extra, image[extra])
-    return _connected(np.concatenate([left, later]), np.concatenate([right, earlier]), patches)
+        key = _combine(key, symbols[rows, column[which]], first_silent + k)
+    source, target = _link_same_key(rows, key)
+    silent_source, silent_target = _link_grouped(grouped, image)
+    return _connected(np.concatenate([source, silent_source]), np.concatenate([target, silent_target]), patches)
 
 
 def _link_same_key(patch: Ints, key: Ints) -> tuple[Ints, Ints]:
-    """Link every patch to the previous one with the same key, so that keys need no nodes of their own."""
+    """Link each patch (source) to the previous one with the same key (target), so that keys need no nodes."""
     order = key.argsort(kind="stable")
     key, patch = key[order], patch[order]
     same = key[1:] == key[:-1]  # a chain of links has the same components as links to the first patch
     return patch[1:][same], patch[:-1][same]
 
 
-def _components_by_product(symbols: Ints, real: int, delta: int, image: Ints, together: NDArray[np.bool_]) -> Ints:
+def _link_grouped(grouped: NDArray[np.bool_], image: Ints) -> tuple[Ints, Ints]:
+    """Link each patch in the mask ``grouped`` to the previous one of its image."""
+    patch = grouped.nonzero()[0]
+    return _link_same_key(patch, image[patch])
+
+
+def _components_by_product(
+    symbols: Ints, first_silent: int, delta: int, image: Ints, grouped: NDArray[np.bool_]
+) -> Ints:
     """Compute the same by counting shared concepts, for k with too many subsets."""
     patches, k = symbols.shape
-    is_real = symbols < real
-    spare = k - is_real.sum(1)
-    rows, slots = is_real.nonzero()
-    columns = _combine(image[rows], symbols[rows, slots], real + k)
+    is_active = symbols < first_silent
+    silent_slots = k - is_active.sum(1)
+    rows, slots = is_active.nonzero()
+    columns = _combine(image[rows], symbols[rows, slots], first_silent + k)
     _, columns = np.unique(columns, return_inverse=True)
     shape = (patches, int(columns.max(initial=0)) + 1)
     has = csr_array((np.ones(len(rows), np.int32), (rows, columns)), shape=shape)
     has_t = has.T.tocsr()
-    extra = together.nonzero()[0]
     label = np.arange(patches)
-    later, earlier = _link_same_key(extra, image[extra])
-    label[later] = earlier
+    source, target = _link_grouped(grouped, image)
+    label[source] = target
     for start in range(0, patches, PRODUCT_ROWS):
         shared = (has[start : start + PRODUCT_ROWS] @ has_t).tocoo()  # only pairs that share an active concept
-        i, j = shared.coords[0] + start, shared.coords[1]
-        linked = shared.data + np.minimum(spare[i], spare[j]) >= delta
-        every = np.arange(patches)
-        joined = _connected(np.concatenate([i[linked], every]), np.concatenate([j[linked], label]), patches)
+        source, target = shared.coords[0] + start, shared.coords[1]
+        linked = shared.data + np.minimum(silent_slots[source], silent_slots[target]) >= delta
+        source = np.concatenate([source[linked], np.arange(patches)])
+        target = np.concatenate([target[linked], label])  # the links of the blocks so far
+        joined = _connected(source, target, patches)
         label = _first_member(joined)
     return np.unique(label, return_inverse=True)[1].reshape(-1)
 
@@ -228,11 +243,11 @@ def _combine(key: Ints, symbol: Ints, base: int) -> Ints:
     return key * base + symbol
 
 
-def _connected(left: Ints, right: Ints, patches: int) -> Ints:
+def _connected(source: Ints, target: Ints, patches: int) -> Ints:
     """Return the component of each patch, given the links between patches."""
-    order = left.argsort(kind="stable")
-    starts = np.searchsorted(left[order], np.arange(patches + 1)).astype(np.int32)  # the index type that scipy uses
-    graph = csr_array((np.ones(len(left)), right[order].astype(np.int32), starts), shape=(patches, patches))
+    order = source.argsort(kind="stable")
+    starts = np.searchsorted(source[order], np.arange(patches + 1)).astype(np.int32)  # the index type that scipy uses
+    graph = csr_array((np.ones(len(source)), target[order].astype(np.int32), starts), shape=(patches, patches))
     _, label = cast(tuple[int, NDArray[Any]], connected_components(graph, directed=False))
     return label.astype(np.int64)
 

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 from torch import Tensor
 
 from torino.core.concepts import ConceptEncoder, Concepts
@@ -26,7 +27,9 @@ from torino.reducers.base import Order, PositionMode, Reducer, register
 
 Mode = Literal["merge", "prune"]
 Floats = NDArray[np.float32]
-TIE = 1e-4  # in patches: gains that differ by less count as equal, for any order of summation, and smaller ones as 0
+# Gains within TIE of the highest one (in patches) count as equal to it, and gains and overlaps up to TIE count as 0. So
+# rounding, which depends on the order of summation, does not change the selection.
+TIE = 1e-4
 
 
 @register("torino-x")
@@ -34,18 +37,22 @@ TIE = 1e-4  # in patches: gains that differ by less count as equal, for any orde
 class TorinoX(Reducer):
     """Select patches one by one so that their concepts cover all other patches (TORINO-X).
 
-    Each patch has a sparse code: its ``concepts`` strongest latents as a vector of length 1. The overlap o(i, j) of two
-    patches is the product of their codes times exp(−d²/2r²), where d is their distance in patches and r = ``locality``
-    · √N, since the same concept far away belongs to another object. A set S of patches covers
-    f(S) = Σ_j w_j · max_{i∈S} o(i, j), at most N, where w_j = a(j) divided by its mean weights a patch by its peak
-    activation. The patch that adds most to f is selected, then the next, until the budget is full or the next patch
-    would add less than ``min_gain``. A smaller budget selects a prefix of a larger one. Gains never increase, so the
-    number of tokens changes gradually with ``min_gain``, and a simple image is covered sooner. Ties go to the lowest
-    index.
+    Overlap: Each patch has a sparse code, its ``concepts`` strongest latents as a vector of length 1. The overlap
+    o(i, j) of two patches is the dot product of their codes times exp(−d²/2r²). Here d is their distance in patches and
+    r = ``locality`` · √N. The factor is there because the same concept far away belongs to another object.
 
-    The score of a token is its gain. It stands for the patches that overlap more with it than with any other selected
-    patch. Its value is the sum of these patches weighted by overlap, scaled to the length of the selected patch, at the
-    position of that patch. A patch with (almost) no overlap with any selected patch is not part of any token.
+    Coverage: A set S of patches covers f(S) = Σ_j w_j · max_{i∈S} o(i, j), at most N. The weight w_j is the peak
+    activation a(j) of patch j, divided by the mean peak activation of the image.
+
+    Selection: The gain of a patch is what it adds to f. The patch with the largest gain is selected, then the next one,
+    until the budget is full or the next gain is below ``min_gain``. Ties go to the lowest index. A smaller budget
+    selects a prefix of a larger one. Gains never increase, so the number of tokens changes gradually with ``min_gain``,
+    and a simple image is covered sooner.
+
+    Tokens: Each selected patch becomes a token, and the score of the token is its gain. Every other patch is assigned
+    to the selected patch with which it overlaps most. A patch with (almost) no overlap with any selected patch is not
+    part of any token. The value of a token is the sum of its patches weighted by overlap, scaled to the length of the
+    selected patch. The token has the position of the selected patch.
 
     Reads the patches. In contrast to the paper, codes and their overlap replace the top-k sets and δ, and a budget
     keeps the patches that add most coverage instead of the largest groups.
@@ -135,10 +142,10 @@ class TorinoX(Reducer):
 
     def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
         """Plan all images with one pass of the SAE; then select for each image, twice if they share a budget."""
-        concepts = self._encode(images)
+        codes = self._encode(images)
         with stage("grouping"):
-            limits = self._token_limits(images, concepts)
-            return ReductionBatch.of([self._plan(*args) for args in zip(images, concepts, limits, strict=True)])
+            limits = self._token_limits(images, codes)
+            return ReductionBatch.of([self._plan(*args) for args in zip(images, codes, limits, strict=True)])
 
     def gains(self, images: Sequence[VisualTokens]) -> list[Floats]:
         """Return for each image the gains of all N tokens, descending; ``min_gain`` is compared with them."""
@@ -148,18 +155,18 @@ class TorinoX(Reducer):
         """Return the ``count`` strongest concepts of each patch."""
         return self.sae.top(patches, count)
 
-    def patch_weights(self, concepts: Concepts) -> Floats:
+    def patch_weights(self, codes: Concepts) -> Floats:
         """Return the weight of each patch in the coverage, 1 on average and 0 for patches without active concepts."""
-        return relative_peaks(concepts.peak.double().numpy()).astype(np.float32)
+        return relative_peaks(codes.peak.double().numpy()).astype(np.float32)
 
     def select(
-        self, image: VisualTokens, concepts: Concepts, overlap: Floats, max_tokens: int, min_gain: float
+        self, image: VisualTokens, codes: Concepts, overlap: Floats, max_tokens: int, min_gain: float
     ) -> tuple[Ints, Floats]:
         """Return the selected patches in order of selection and their gains."""
-        return greedy_coverage(overlap, self.patch_weights(concepts), max_tokens, min_gain)
+        return greedy_coverage(overlap, self.patch_weights(codes), max_tokens, min_gain)
 
-    def _all_gains(self, image: VisualTokens, concepts: Concepts) -> Floats:
-        return self.select(image, concepts, self._overlap(image, concepts), len(concepts), 0.0)[1]
+    def _all_gains(self, image: VisualTokens, codes: Concepts) -> Floats:
+        return self.select(image, codes, self._overlap(image, codes), len(codes), 0.0)[1]
 
     def _encode(self, images: Sequence[VisualTokens]) -> list[Concepts]:
         packed = ragged_patches(images)
@@ -167,22 +174,22 @@ class TorinoX(Reducer):
             self.sae.check_origin(tokens.origin, tokens.width)
         with stage("sae"):
             count = min(self.concepts, int(getattr(self.sae, "latents", packed.values.shape[1])))
-            concepts = self.top_concepts(packed.values, count)
+            codes = self.top_concepts(packed.values, count)
             lengths = [len(tokens) for tokens in images]
-            parts = [part.cpu().split(lengths) for part in (concepts.indices, concepts.values, concepts.peak)]
+            parts = [part.cpu().split(lengths) for part in (codes.indices, codes.values, codes.peak)]
             return [Concepts(*part) for part in zip(*parts, strict=True)]
 
-    def _overlap(self, image: VisualTokens, concepts: Concepts) -> Floats:
-        overlap = code_overlap(concepts)
+    def _overlap(self, image: VisualTokens, codes: Concepts) -> Floats:
+        overlap = code_overlap(codes)
         return overlap if self.locality is None else apply_locality(overlap, image.grid, self.locality)
 
-    def _token_limits(self, images: Sequence[VisualTokens], concepts: Sequence[Concepts]) -> list[int]:
+    def _token_limits(self, images: Sequence[VisualTokens], codes: Sequence[Concepts]) -> list[int]:
         """Return the maximal number of tokens of each image; with a budget, the exact number."""
         sizes = [len(image) for image in images]
         if self.budget is None:
             return sizes
         if self.pooled:
-            return self._divide_budget(images, concepts, self.budget * len(images), sum(sizes))
+            return self._divide_budget(images, codes, self.budget * len(images), sum(sizes))
         for number, size in enumerate(sizes):
             if self.budget > size:
                 raise UnmetBudget(
@@ -192,7 +199,7 @@ class TorinoX(Reducer):
         return [self.budget] * len(images)
 
     def _divide_budget(
-        self, images: Sequence[VisualTokens], concepts: Sequence[Concepts], total: int, available: int
+        self, images: Sequence[VisualTokens], codes: Sequence[Concepts], total: int, available: int
     ) -> list[int]:
         """Divide a total number of tokens among images by gain; equal gains are served in turn."""
         if total > available:
@@ -200,46 +207,73 @@ class TorinoX(Reducer):
                 f"{self.name} cannot give {self.budget} tokens per image: {len(images)} images with a total budget of "
                 f"{total} have only {available} patches. Lower the budget."
             )
-        gains = [self._all_gains(*args) for args in zip(images, concepts, strict=True)]
+        gains = [self._all_gains(*args) for args in zip(images, codes, strict=True)]
         image = np.repeat(np.arange(len(gains)), [len(values) for values in gains])
         rank = np.concatenate([np.arange(len(values)) for values in gains])
         gain = np.where(rank == 0, np.inf, np.concatenate(gains))  # the first token of each image is always kept
         taken = np.lexsort((image, rank, -gain))[:total]
         return np.bincount(image[taken], minlength=len(gains)).tolist()
 
-    def _plan(self, image: VisualTokens, concepts: Concepts, max_tokens: int) -> Reduction:
-        overlap = self._overlap(image, concepts)
-        min_gain = self.min_gain if self.budget is None else 0.0
-        kept, gains = self.select(image, concepts, overlap, max_tokens, min_gain)
-        order = np.argsort(kept) if self.order == "raster" else np.arange(len(kept))
-        kept, gains = kept[order], gains[order]
-        assigned = np.where(overlap[kept].max(0) > TIE, overlap[kept].argmax(0), -1)
-        assigned[kept] = np.arange(len(kept))
-        sources, row, size = kept, np.arange(len(kept)), np.ones(len(kept), np.int64)
-        weight = np.ones(len(kept), np.float32)
+    def _plan(self, image: VisualTokens, codes: Concepts, max_tokens: int) -> Reduction:
+        overlap = self._overlap(image, codes)
+        kept, gains = self._select_in_order(image, codes, overlap, max_tokens)
+        assigned = _assign_patches(overlap, kept)
         if self.mode == "merge":
-            from scipy.sparse import csr_array
-
-            sources = np.lexsort((np.arange(len(assigned)), assigned))[(assigned < 0).sum() :]
-            row = assigned[sources]
-            size, weight = np.bincount(row, minlength=len(kept)), overlap[kept[row], sources]
-            values = image.patches.detach().float().cpu().numpy()
-            length = np.linalg.norm(csr_array((weight, (row, sources)), (len(kept), len(values))) @ values, axis=1)
-            weight *= (np.linalg.norm(values[kept], axis=1) / np.maximum(length, 1e-12))[row]
-        label = torch.from_numpy(np.where(assigned < 0, len(kept), assigned))
-        groups = Groups(label, label.bincount(minlength=len(kept) + 1), torch.tensor([0, len(kept) + 1]))
+            sources, token, weight = _merge_patches(image.patches, overlap, kept, assigned)
+        else:
+            sources, token, weight = kept, np.arange(len(kept)), np.ones(len(kept), np.float32)
         return Reduction(
             sources=torch.from_numpy(sources),
             weights=torch.from_numpy(weight),
-            offsets=offsets_from_lengths(size.tolist()),
+            offsets=offsets_from_lengths(np.bincount(token, minlength=len(kept)).tolist()),
             anchor=torch.from_numpy(kept),
-            concept=shared_concepts(concepts, groups)[: len(kept)],
+            concept=_token_concepts(codes, assigned, len(kept)),
             role=("primary",) * len(kept),
             grid=image.grid,
             by=self.spec,
             assigned=torch.from_numpy(assigned),
             score=torch.from_numpy(gains),
         )
+
+    def _select_in_order(
+        self, image: VisualTokens, codes: Concepts, overlap: Floats, max_tokens: int
+    ) -> tuple[Ints, Floats]:
+        """Return the selected patches in the order of the output and their gains."""
+        min_gain = self.min_gain if self.budget is None else 0.0
+        kept, gains = self.select(image, codes, overlap, max_tokens, min_gain)
+        order = np.argsort(kept) if self.order == "raster" else np.arange(len(kept))
+        return kept[order], gains[order]
+
+
+def _assign_patches(overlap: Floats, kept: Ints) -> Ints:
+    """Return the token of each patch, the one with the largest overlap; −1 if the patch overlaps with none."""
+    assigned = np.where(overlap[kept].max(0) > TIE, overlap[kept].argmax(0), -1)
+    assigned[kept] = np.arange(len(kept))
+    return assigned
+
+
+def _merge_patches(patches: Tensor, overlap: Floats, kept: Ints, assigned: Ints) -> tuple[Ints, Ints, Floats]:
+    """Return the patches that are merged, sorted by token, with the token and the weight of each.
+
+    Weights are proportional to the overlap with the selected patch. They are scaled so that the weighted sum has the
+    length of the selected patch.
+    """
+    unassigned = (assigned < 0).sum()  # these come first in the sorted order
+    sources = np.lexsort((np.arange(len(assigned)), assigned))[unassigned:]
+    token = assigned[sources]
+    weight = overlap[kept[token], sources]
+    values = patches.detach().float().cpu().numpy()
+    length = np.linalg.norm(csr_array((weight, (token, sources)), (len(kept), len(values))) @ values, axis=1)
+    weight *= (np.linalg.norm(values[kept], axis=1) / np.maximum(length, 1e-12))[token]
+    return sources, token, weight
+
+
+def _token_concepts(codes: Concepts, assigned: Ints, tokens: int) -> Tensor:
+    """Return the concept that most patches of each token share, shape (tokens,)."""
+    # Groups has no label for "no group", so unassigned patches form a dummy group, the last one, which is cut off.
+    label = torch.from_numpy(np.where(assigned < 0, tokens, assigned))
+    groups = Groups(label, label.bincount(minlength=tokens + 1), torch.tensor([0, tokens + 1]))
+    return shared_concepts(codes, groups)[:tokens]
 
 
 def relative_peaks(peak: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -248,18 +282,16 @@ def relative_peaks(peak: NDArray[np.float64]) -> NDArray[np.float64]:
     return positive / positive.mean() if positive.any() else np.ones_like(positive)
 
 
-def code_overlap(concepts: Concepts) -> Floats:
+def code_overlap(codes: Concepts) -> Floats:
     """Return the product of the normalized codes of all pairs of patches, (N, N): 1 if equal, 0 if disjoint."""
-    from scipy.sparse import csr_array  # imported here so that importing torino stays fast
-
-    index, value = concepts.indices.numpy(), concepts.values.numpy()
+    index, value = codes.indices.numpy(), codes.values.numpy()
     active = (index >= 0) & (value > 0)  # raw coordinates may be negative
     value = value[active]
     _, column = np.unique(index[active], return_inverse=True)
     row = np.repeat(np.arange(len(index)), active.sum(1))
     norm = np.sqrt(np.bincount(row, value.astype(np.float64) ** 2, len(index))).astype(np.float32)
-    codes = csr_array((value / norm[row], (row, column)), shape=(len(index), int(column.max(initial=0)) + 1))
-    overlap: Floats = (codes @ codes.T).toarray()
+    normalized = csr_array((value / norm[row], (row, column)), shape=(len(index), int(column.max(initial=0)) + 1))
+    overlap: Floats = (normalized @ normalized.T).toarray()
     silent = np.flatnonzero(~active.any(1))
     overlap[np.ix_(silent, silent)] = 1.0  # patches without active concepts count as equal
     np.fill_diagonal(overlap, 1.0)

@@ -24,6 +24,8 @@ from torino.viz.draw import (
 )
 
 GREEN, LINE = (22, 120, 62), (214, 217, 221)
+RED = (176, 32, 32)
+MARK_COLORS = {"same": GREEN, "right": GREEN, "wrong": RED}
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,15 @@ class ComparedAnswer:
     answer : str
     same : bool
         Whether the answer equals the one with all tokens.
+    correct : bool, optional
+        Whether the answer is right, if the right answer is known.
     """
 
     heading: str
     plan: Reduction
     answer: str
     same: bool
+    correct: bool | None = None
 
 
 def draw_look(
@@ -98,6 +103,7 @@ def draw_compare(
     *,
     side: int = 240,
     columns: int | None = None,
+    correct: bool | None = None,
 ) -> Image.Image:
     """Draw the answers of several methods to one question: first with all tokens, then the kept patches of each method.
 
@@ -116,6 +122,9 @@ def draw_compare(
         Length of the longer side of each picture in pixels.
     columns : int, optional
         Pictures per row; by default five or six, whichever leaves fewer gaps in the last row.
+    correct : bool, optional
+        Whether the answer with all tokens is right. If it is known, answers are marked right or wrong; otherwise those
+        equal to the one with all tokens are marked.
     """
     rows, across = answers[0].plan.grid
     cell = max(2, side // max(rows, across))
@@ -129,27 +138,30 @@ def draw_compare(
     pen, huge, large, small = ImageDraw.Draw(page), *(ImageFont.load_default(size) for size in (24, 17, 15))
     _draw_text(pen, (margin, 20), question, INK, huge, page.width - 2 * margin)
     full = Image.fromarray(scale_to_grid(photo, (rows, across), cell).astype(np.uint8))
-    cells = [("All tokens", full, rows * across, answer, False)]
-    cells += [
-        (row.heading, draw_reduction(row.plan, photo, style="outlined", side=side), len(row.plan), row.answer, row.same)
-        for row in answers
-    ]
-    for number, (heading, picture, tokens, reply, same) in enumerate(cells):
+    marks = [mark for mark in ("right", "wrong") if correct is not None] or ["same"]
+    cells = [("All tokens", full, rows * across, answer, "" if correct is None else marks[not correct])]
+    for row in answers:
+        mark = ("same" if row.same else "") if correct is None else marks[not row.correct]
+        picture = draw_reduction(row.plan, photo, style="outlined", side=side)
+        cells.append((row.heading, picture, len(row.plan), row.answer, mark))
+    for number, (heading, picture, tokens, reply, mark) in enumerate(cells):
         left, top = margin + number % columns * (width + gap), head + number // columns * (height + text)
         page.paste(picture, (left, top))
         count = f"{tokens} tokens"
         _draw_text(pen, (left, top + height + 7), heading, INK, large, width - pen.textlength(count, small) - 10)
         pen.text((left + width, top + height + 9), count, MUTED, small, anchor="ra")
-        indent = 20 * same
+        indent = 20 * bool(mark)
         for row, line in enumerate(_wrap_text(reply or "(no answer)", small, width - indent, 2)):
-            pen.text((left + indent, top + height + 31 + 18 * row), line, GREEN if same else INK, small)
-        if same:
-            _draw_check_mark(pen, left, top + height + 33)
+            pen.text((left + indent, top + height + 31 + 18 * row), line, MARK_COLORS.get(mark, INK), small)
+        _draw_mark(pen, left, top + height + 33, mark)
     bottom = page.height - foot + 4
     pen.line((margin, bottom - 6, page.width - margin, bottom - 6), LINE)
-    _draw_check_mark(pen, margin, bottom + 8)
-    legend = "the same answer as with all tokens"
-    _draw_text(pen, (margin + 20, bottom + 6), legend, MUTED, small, page.width - 2 * margin - 20)
+    left = float(margin)
+    for mark in marks:
+        legend = {"same": "same answer as with all tokens", "right": "right answer", "wrong": "wrong answer"}[mark]
+        _draw_mark(pen, left, bottom + 8, mark)
+        _draw_text(pen, (left + 20, bottom + 6), legend, MUTED, small, page.width - margin - left - 20)
+        left += 40 + pen.textlength(legend, small)
     return page
 
 
@@ -182,5 +194,13 @@ def _wrap_text(text: str, font: Any, width: float, max_lines: int) -> list[str]:
     return [truncate_text(line, font, width) for line in lines]
 
 
-def _draw_check_mark(pen: Any, x: float, y: float) -> None:
-    pen.line([(x + 1, y + 7), (x + 5, y + 11), (x + 13, y + 2)], GREEN, 2, joint="curve")
+def _draw_mark(pen: Any, x: float, y: float, mark: str) -> None:
+    """Draw a check mark (right), a cross (wrong) or an equals sign (same)."""
+    if mark == "right":
+        pen.line([(x + 1, y + 7), (x + 5, y + 11), (x + 13, y + 2)], GREEN, 2, joint="curve")
+    elif mark == "wrong":
+        pen.line([(x + 2, y + 2), (x + 11, y + 11)], RED, 2)
+        pen.line([(x + 2, y + 11), (x + 11, y + 2)], RED, 2)
+    elif mark == "same":
+        pen.line([(x + 1, y + 5), (x + 12, y + 5)], GREEN, 2)
+        pen.line([(x + 1, y + 9), (x + 12, y + 9)], GREEN, 2)
