@@ -173,7 +173,7 @@ def main() -> None:
                 saes={},
                 limit=args.limit,
                 shard=(part - 1, parts),
-                lengths=dict.fromkeys(names, 24),
+                max_new_tokens=dict.fromkeys(names, 24),
                 progress=lambda _, n, of, how=how: print(f"\r{how}: {n}/{of} ", end="", file=sys.stderr, flush=True),
             )
             print(file=sys.stderr)

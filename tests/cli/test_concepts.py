@@ -54,7 +54,7 @@ def test_writes_sheet_dashboard_scores_and_names(tmp_path: Path, data: Path) -> 
     page = read_dashboard_data(tmp_path / "out" / "concepts.html")
     assert [concept["latent"] for concept in page["concepts"]] == [4, 3, 2, 0]
     assert SAE.load(tmp_path / "sae").names == {0: "red", 2: "green", 3: "blue"}
-    assert TopActivations.load(tmp_path / "sae" / FILE).photos == 24
+    assert TopActivations.load(tmp_path / "sae" / FILE).photo_count == 24
     assert "1 never active" in result.stdout
     assert re.search(r"3 +blue +6.25% +33.3%", result.stdout)
     again = run(data, tmp_path / "sae", "--latents", "3,0", "--rank", "lift", "--batch", "5")

@@ -64,13 +64,13 @@ def test_each_sae_has_its_own_tiers() -> None:
 
 def test_a_dynamic_tier_needs_torino() -> None:
     with pytest.raises(BadParameter, match="neither torino-p nor torino-m"):
-        RunPlan(["random"]).first(["s"])
+        RunPlan(["random"]).first_settings(["s"])
 
 
 def test_a_method_without_a_tier_is_refused() -> None:
     plan = RunPlan(("torino-p", "random"), dynamic=[(2, 2)], fixed=(), matched=False)
     with pytest.raises(BadParameter, match="random has no tier to run in"):
-        plan.first(["s"])
+        plan.first_settings(["s"])
 
 
 def test_spec_runs_at_the_budget_of_each_tier() -> None:
@@ -93,7 +93,7 @@ def test_spec_runs_at_the_budget_of_each_tier() -> None:
 
 def test_plan_runs_specs_in_all_tiers() -> None:
     plan = RunPlan(["torino-p", "divprune"], [SPEC], dynamic=[(2, 2)], fixed=[192, 64], seeds=1)
-    first = plan.first(["s"])
+    first = plan.first_settings(["s"])
     assert [item.budget for item in find(first, "divprune")] == [192, 192, 64, 64]
     assert not [item for item in first if item.tier == "own"]
     references = {item.tier: item for item in first if item.reference}
@@ -108,7 +108,7 @@ def test_plan_runs_specs_in_all_tiers() -> None:
 
 def test_spec_with_a_budget_runs_as_written() -> None:
     plan = RunPlan(["random"], ["divprune(space='projected', budget=9)", "prumerge(budget=None)"], (), [192, 64], 1)
-    settings = plan.first(["s"])
+    settings = plan.first_settings(["s"])
     (divprune,) = find(settings, "divprune")
     assert (divprune.budget, divprune.tier) == (9, "9")
     (prumerge,) = find(settings, "prumerge")
@@ -119,7 +119,7 @@ def test_spec_with_a_budget_runs_as_written() -> None:
 
 def test_torino_spec_runs_dynamically_and_at_the_budgets() -> None:
     plan = RunPlan(["torino-m"], ["torino-m(k=4, delta=3)"], [(2, 2)], [64], 1)
-    settings = plan.first(["s"])
+    settings = plan.first_settings(["s"])
     assert [(item.spec, item.dynamic) for item in find(settings, "torino-m")] == [
         ("torino-m(k=2, delta=2)", True),
         ("torino-m(k=2, delta=2, budget=64)", False),
@@ -159,8 +159,8 @@ def test_specs_with_several_saes() -> None:
 def test_spec_without_a_tier_is_refused() -> None:
     plan = RunPlan(["torino-p"], [SPEC], dynamic=[(2, 2)], fixed=[], matched=False)
     with pytest.raises(BadParameter, match=r"divprune.* has no tier to run in"):
-        plan.first(["s"])
-    RunPlan(["torino-p"], ["torino-m(k=4, delta=3)"], dynamic=[(2, 2)], fixed=[], matched=False).first(["s"])
+        plan.first_settings(["s"])
+    RunPlan(["torino-p"], ["torino-m(k=4, delta=3)"], dynamic=[(2, 2)], fixed=[], matched=False).first_settings(["s"])
 
 
 def test_invalid_options_are_refused() -> None:

@@ -108,13 +108,13 @@ torch.set_num_threads(1)
 from tests.support.tiny_run import make_sae, run_tiny
 from torino.vlm import load_vlm
 from torino.evaluation.tasks import open_task
-run_tiny(Path(sys.argv[3]), [open_task(sys.argv[2])], load_vlm(sys.argv[1]), make_sae(), name="tiny")
+run_tiny(Path(sys.argv[3]), [open_task(sys.argv[2])], load_vlm(sys.argv[1]), make_sae(), model_name="tiny")
 """
 
 
 def test_a_run_killed_at_any_moment_resumes(tmp_path: Path, checkpoint: Path, vlm: VLM, sae: SAE) -> None:
     data = write_task_file(tmp_path / "small.tsv", images=9)
-    run_tiny(tmp_path / "whole", [open_task(data)], vlm, sae, name="tiny")
+    run_tiny(tmp_path / "whole", [open_task(data)], vlm, sae, model_name="tiny")
     wanted = answer_table(tmp_path / "whole")
     dice = random.Random(5)
     answers = tmp_path / "run/answers/1of1.jsonl"

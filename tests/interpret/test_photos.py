@@ -36,7 +36,7 @@ def test_unreadable_photos_are_skipped_and_listed() -> None:
     result = collect_top_activations(squares.make_sae(), PhotoReader(photos, squares.make_tower()), keep=4)
     assert list(result.skipped) == [3]
     assert "not an image" in result.skipped[3]
-    assert result.photos == 23
+    assert result.photo_count == 23
     assert [photo for photo, _ in result.get_photos(0)] == [0, 6, 9, 12]
     assert result.grids[3].tolist() == [0, 0]
     names = name_concepts(result, PhotoReader(photos, squares.make_tower()).get_texts())
@@ -62,7 +62,7 @@ def test_photo_refused_by_the_tower_does_not_stop_the_others(monkeypatch: pytest
     result = collect_top_activations(squares.make_sae(), PhotoReader(photos, tower), keep=4, batch=7)
     assert list(result.skipped) == [3]
     assert "refused an image: a size that it was not made for" in result.skipped[3]
-    assert result.photos == 23
+    assert result.photo_count == 23
 
 
 def test_unavailable_source_stops_the_run(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_result_equals_a_search_over_all_activations(
     images, sae = make_tied_tokens(), make_tied_sae(**options)
     result = collect_top_activations(sae, PrecomputedPhotos(images), keep=4, batch=5)
     z = torch.stack([sae.encode(image.patches) for image in images])
-    assert (result.photos, result.patches, result.keep, result.latents) == (21, 126, 4, 9)
+    assert (result.photo_count, result.patch_count, result.keep, result.latents) == (21, 126, 4, 9)
     assert torch.equal(result.active_patches, (z > 0).sum((0, 1)))
     assert torch.equal(result.active_photos, (z > 0).any(1).sum(0))
     torch.testing.assert_close(result.patch_share, (z > 0).double().mean((0, 1)))

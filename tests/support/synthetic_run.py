@@ -49,7 +49,7 @@ def write_task(folder: Path, name: str, questions: int) -> Task:
 def plan_settings(saes: list[str]) -> tuple[list[Setting], list[Setting]]:
     """Return the settings of the first and the second phase of a run."""
     plan = RunPlan(METHODS, dynamic=[(3, 3), (2, 2), (1, 1)], fixed=[192, 64], seeds=3)
-    first = plan.first(saes)
+    first = plan.first_settings(saes)
     references = {setting.tier: setting for setting in first if setting.reference}
     return first, matched_settings(METHODS, MEAN_LENGTHS, references, saes, 3)
 

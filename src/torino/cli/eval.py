@@ -121,7 +121,7 @@ def evaluate(
     has_torino = any(name in ("torino-p", "torino-m") for name in names)
     plan = RunPlan(names, specs, dynamic if has_torino else (), fixed, seeds, matched)
     # Refuse what cannot be evaluated before a large model is loaded.
-    reducers = {setting.id: setting.reducer(saes) for setting in plan.first(list(saes))}
+    reducers = {setting.id: setting.reducer(saes) for setting in plan.first_settings(list(saes))}
     check_reducers(reducers, has_text_query=clip is not None)
     with quiet_transformers(), memory_errors(model, device), warnings.catch_warnings():
         with errors.status(f"Loading {escape(model)} …"):
@@ -133,10 +133,10 @@ def evaluate(
                 tasks=opened,
                 plan=plan,
                 saes=saes,
-                name=model,
+                model_name=model,
                 batch=batch,
                 limit=limit,
-                lengths=None if max_new_tokens is None else {task.name: max_new_tokens for task in opened},
+                max_new_tokens=None if max_new_tokens is None else {task.name: max_new_tokens for task in opened},
                 shard=part,
                 on_error=on_error,
                 retry=retry,

@@ -29,19 +29,19 @@ FIXED_FACTS = ("format", "model", "family", "padding", "positions", "attention",
 
 def describe_run(
     vlm: VLM,
-    name: str,
+    model_name: str,
     tasks: Sequence[Task],
     saes: Mapping[str, Any],
     settings: Sequence[Setting],
-    lengths: Mapping[str, int] | None,
+    max_new_tokens: Mapping[str, int] | None,
 ) -> dict[str, Any]:
-    """Return the facts of a run: model, host options, data, settings, versions and hardware."""
+    """Return the facts of a run: model, padding, positions, attention, data, settings, versions and hardware."""
     config = vlm.model.config
     return {
         "format": FORMAT,
         "torino": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": name or str(getattr(config, "_name_or_path", "")),
+        "model": model_name or str(getattr(config, "_name_or_path", "")),
         "family": vlm.family,
         "padding": vlm.padding,
         "positions": vlm.positions,
@@ -54,7 +54,7 @@ def describe_run(
             | {
                 "kind": task.kind,
                 "path": str(task.source.resolve()),  # the report may be written from another folder
-                "max_new_tokens": (lengths or {}).get(task.name, LONG if task.kind == "judge" else SHORT),
+                "max_new_tokens": (max_new_tokens or {}).get(task.name, LONG if task.kind == "judge" else SHORT),
             }
             for task in tasks
         ],

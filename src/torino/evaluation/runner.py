@@ -45,7 +45,7 @@ class RunPlan:
     seeds : int
         Number of runs of methods that draw at random.
     matched : bool
-        Whether all methods run in the dynamic tiers, or TORINO alone.
+        Whether all methods run in the dynamic tiers. If False, only TORINO runs in the dynamic tiers.
     """
 
     methods: Sequence[str]
@@ -55,7 +55,7 @@ class RunPlan:
     seeds: int = 3
     matched: bool = True
 
-    def first(self, saes: Sequence[str]) -> list[Setting]:
+    def first_settings(self, saes: Sequence[str]) -> list[Setting]:
         """Return the settings that need no other result: all tokens, dynamic TORINO, fixed tiers and specs."""
         if self.dynamic and not any(name in self.methods for name in ("torino-p", "torino-m")):
             raise BadParameter(
@@ -63,18 +63,18 @@ class RunPlan:
                 "methods. Add one, or run the fixed tiers alone."
             )
         budgeted, as_written = protocol.split_specs(self.specs)
-        idle = [name for name in self.methods if name not in protocol.KD_METHODS]
-        idle += [spec for spec in budgeted if spec not in as_written]
-        if idle and self.dynamic and not self.matched and not self.fixed:
+        without_tier = [name for name in self.methods if name not in protocol.KD_METHODS]
+        without_tier += [spec for spec in budgeted if spec not in as_written]
+        if without_tier and self.dynamic and not self.matched and not self.fixed:
             raise BadParameter(
-                f"{idle[0]} has no tier to run in: TORINO runs alone in the dynamic tiers, and there are no fixed "
-                "ones. Leave it out, or give fixed tiers."
+                f"{without_tier[0]} has no tier to run in: TORINO runs alone in the dynamic tiers, and there are no "
+                "fixed ones. Leave it out, or give fixed tiers."
             )
         settings = [FULL, *protocol.dynamic_settings(self.methods, saes, self.dynamic)]
         settings += protocol.fixed_settings([*self.methods, *budgeted], self.fixed, saes, self.seeds)
         return [*settings, *protocol.own_settings(as_written, saes)]
 
-    def second(self, saes: Sequence[str], run: Run) -> list[Setting]:
+    def matched_settings(self, saes: Sequence[str], run: Run) -> list[Setting]:
         """Return the settings at the mean lengths of dynamic TORINO; a tier with answers keeps its length."""
         references = {setting.tier: setting for setting in run.settings.values() if setting.reference}
         known = {setting.tier: setting.budget for setting in run.settings.values() if setting.budget is not None}
@@ -100,10 +100,10 @@ def evaluate(
     tasks: Sequence[Task],
     plan: RunPlan,
     saes: Mapping[str, Any],
-    name: str = "",
+    model_name: str = "",
     batch: int = 8,
     limit: int | None = None,
-    lengths: Mapping[str, int] | None = None,
+    max_new_tokens: Mapping[str, int] | None = None,
     shard: tuple[int, int] = (0, 1),
     on_error: OnError = "skip",
     retry: bool = False,
@@ -122,18 +122,19 @@ def evaluate(
     folder : path
         Folder of the run, new or started earlier.
     vlm : VLM
-        The model with its host options (padding, positions, attention, text query).
+        The model, with its padding, positions, attention and text query.
     tasks : sequence of Task
-        Already cut to ``limit`` questions, if that is given.
     plan : RunPlan
     saes : mapping of label to SAE
         ``none`` stands for no SAE and needs no entry.
-    name : str
-        Name of the model.
+    model_name : str
+        Name of the model, for ``run.json``. Default: the name in its configuration.
     batch, on_error
         See :class:`Engine`.
-    lengths : mapping, optional
-        Longest answer by task, in tokens.
+    limit : int, optional
+        Number of questions per task, recorded in ``run.json``; the tasks are already cut.
+    max_new_tokens : mapping of task name to int, optional
+        Maximum length of an answer, in tokens. Tasks without an entry have a default length.
     shard : (int, int)
         Part of the work that this process does, counted from 0, and the number of parts.
     retry : bool
@@ -157,28 +158,29 @@ def evaluate(
             "rename one of them."
         )
     labels = list(saes)
-    first = plan.first(labels)
-    check_reducers({setting.id: setting.reducer(saes) for setting in first}, has_text_query=vlm.text_query is not None)
-    facts = describe_run(vlm, name, tasks, saes, first, lengths)
+    first_settings = plan.first_settings(labels)
+    reducers = {setting.id: setting.reducer(saes) for setting in first_settings}
+    check_reducers(reducers, has_text_query=vlm.text_query is not None)
+    facts = describe_run(vlm, model_name, tasks, saes, first_settings, max_new_tokens)
     facts |= {"batch": batch, "batching": BATCHING, "limit": limit, "matched": plan.matched}
     facts["arguments"] = dict(arguments or {})
     open_run_file(folder, facts)
     worker = _Worker(folder, vlm, tasks, saes, facts, (part, parts), on_error, retry, save_images, progress)
-    worker.run_phase("first answers", first)
+    worker.run_phase("first answers", first_settings)
     if plan.dynamic and plan.matched:
         later = folder / SETTINGS
-        missing = 0 if later.is_file() else worker.count_missing(first)
+        missing = 0 if later.is_file() else worker.count_missing(first_settings)
         if missing:
             raise TorinoError(
                 f"This part of the work is done. The mean lengths need {missing:,} answers of other parts: run the "
                 "same command again when they are there."
             )
-        second = plan.second(labels, open_run(folder))
+        matched_settings = plan.matched_settings(labels, open_run(folder))
         known = read_json(later)["settings"] if later.is_file() else []
-        added = new_settings(folder, known, [setting.to_dict() for setting in second])
+        added = new_settings(folder, known, [setting.to_dict() for setting in matched_settings])
         if added:
             write_json(later, {"settings": [*known, *added]})
-        worker.run_phase("matched lengths", second)
+        worker.run_phase("matched lengths", matched_settings)
     return open_run(folder)
 
 
@@ -202,8 +204,8 @@ class _Worker:
         self.part, self.parts = shard
         self.on_error: OnError = on_error
         self.retry, self.progress = retry, progress
-        self.saved = {group[1][0].image.key for task in tasks for group in list(_by_image(task))[:save_images]}
-        self.lengths = {str(task["task"]): int(task["max_new_tokens"]) for task in facts["tasks"]}
+        self.keys_to_save = {group[1][0].image.key for task in tasks for group in list(_by_image(task))[:save_images]}
+        self.max_new_tokens = {str(task["task"]): int(task["max_new_tokens"]) for task in facts["tasks"]}
 
     def run_phase(self, name: str, settings: Sequence[Setting]) -> None:
         """Ask everything that is not answered yet, image by image."""
@@ -237,7 +239,8 @@ class _Worker:
             self.vlm,
             {setting.id: setting.reducer(cached) for setting in settings},
             batch=int(self.facts["batch"]),
-            tiers={setting.id: setting.tier.partition(" ")[0] for setting in settings},  # of all SAEs together
+            # The tier name without the label of its SAE: settings of different SAEs are batched together.
+            tiers={setting.id: setting.tier.partition(" ")[0] for setting in settings},
             on_error=self.on_error,
         )
 
@@ -245,7 +248,7 @@ class _Worker:
         self, engine: Engine, task: Task, samples: Sequence[Sample], ids: set[str], done: set[Key]
     ) -> Iterator[list[dict[str, Any]]]:
         """Yield the rows of the missing answers about one image, batch by batch."""
-        length, key = self.lengths[task.name], samples[0].images[0].key
+        length, key = self.max_new_tokens[task.name], samples[0].images[0].key
         questions = [QuestionToAsk((task.name, sample.index), task.prompt(sample), length) for sample in samples]
         missing = [(*q.key, setting) for q in questions for setting in sorted(ids) if (*q.key, setting) not in done]
         if not missing:
@@ -255,12 +258,13 @@ class _Worker:
         except TorinoError as error:
             if self.on_error == "stop":
                 raise
+            message = f"{type(error).__name__}: {error}"
             yield [
-                {"task": task_name, "index": index, "setting": setting, "image": key, "error": f"BadFile: {error}"}
+                {"task": task_name, "index": index, "setting": setting, "image": key, "error": message}
                 for task_name, index, setting in missing
             ]
             return
-        writer = ExampleWriter(example_dir(self.folder, key)) if key in self.saved else None
+        writer = ExampleWriter(example_dir(self.folder, key)) if key in self.keys_to_save else None
         for answers in engine.answers(images, questions, lambda q, setting: (*q, setting) not in done, writer):
             yield [_row(answer, key) for answer in answers]
 

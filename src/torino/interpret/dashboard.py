@@ -203,7 +203,7 @@ def _facts(sae: SAE, activations: TopActivations, shown: int) -> dict[str, str]:
     facts = {
         "SAE": sae.card.name or f"{sae.kind}, width {sae.width}",
         "Latents": f"{activations.latents:,} ({scores.dead:,} never active, {shown:,} on this page)",
-        "Photos": f"{activations.photos:,}" + (f" ({skipped} could not be read)" if skipped else ""),
+        "Photos": f"{activations.photo_count:,}" + (f" ({skipped} could not be read)" if skipped else ""),
         "Tower": activations.metadata.get("tower", "") or str(sae.card.encoder),
     }
     if len(scores.defined):

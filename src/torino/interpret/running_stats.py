@@ -110,8 +110,8 @@ class RunningStats:
         sizes = torch.zeros(self._latents * self._keep, dtype=torch.int64)
         sizes[owner * self._keep + rank] = torch.bincount(group, minlength=len(first))
         return {
-            "photos": int(self.photos),
-            "patches": int(self.patches),
+            "photo_count": int(self.photos),
+            "patch_count": int(self.patches),
             "active_patches": self.active_patches,
             "active_photos": self.active_photos,
             "activation_sum": self.activation_sum,

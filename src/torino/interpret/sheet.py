@@ -209,7 +209,7 @@ def _draw_label(
 
 def _summarize(activations: TopActivations) -> str:
     scores = activations.monosemanticity
-    parts = [f"{activations.photos:,} photos", f"{activations.latents:,} latents, {scores.dead:,} never active"]
+    parts = [f"{activations.photo_count:,} photos", f"{activations.latents:,} latents, {scores.dead:,} never active"]
     if len(scores.defined):
         parts.append(f"mean monosemanticity {scores.mean:.3f} (chance {scores.chance:.3f})")
     return "  ·  ".join(parts)

@@ -119,7 +119,7 @@ class TopActivations:
 
     Attributes
     ----------
-    photos, patches : int
+    photo_count, patch_count : int
         Number of photos and patches that were encoded.
     active_patches, active_photos : Tensor of shape (C,), int64
         Number of patches and photos on which the latent is active.
@@ -130,9 +130,11 @@ class TopActivations:
     top_values : Tensor of shape (C, K), float32
         Largest activation in each of these photos.
     offsets : Tensor of shape (C · K + 1,), int64
+        Bounds of the activation maps: the map of latent c on photo ``top_photos[c, i]`` is the entries
+        ``offsets[c * K + i]:offsets[c * K + i + 1]`` of ``map_patches`` and ``map_values``.
     map_patches, map_values : Tensor of shape (nnz,), int16 (or int32) and float32
-        Activation maps. All patches of photo ``top_photos[c, i]`` on which latent c is active, in raster order, are the
-        entries from ``offsets[c * K + i]`` up to the next offset.
+        Activation maps, one after the other: the patches on which the latent is active, in raster order, and its
+        activations on them.
     grids : Tensor of shape (photos of the source, 2), int32
         Patch grid of each photo; 0 x 0 for a photo that could not be read.
     monosemanticity : MonosemanticityScores
@@ -142,8 +144,8 @@ class TopActivations:
         Photos that could not be read, and the reasons.
     """
 
-    photos: int
-    patches: int
+    photo_count: int
+    patch_count: int
     active_patches: Tensor
     active_photos: Tensor
     activation_sum: Tensor
@@ -171,12 +173,12 @@ class TopActivations:
     @property
     def patch_share(self) -> Tensor:
         """Share of all patches on which each latent is active, shape (C,), float64."""
-        return self.active_patches.double() / self.patches
+        return self.active_patches.double() / self.patch_count
 
     @property
     def photo_share(self) -> Tensor:
         """Share of all photos on which each latent is active, shape (C,), float64."""
-        return self.active_photos.double() / self.photos
+        return self.active_photos.double() / self.photo_count
 
     @property
     def mean_activation(self) -> Tensor:
@@ -196,7 +198,8 @@ class TopActivations:
     def get_patches(self, latent: int) -> list[tuple[int, int, float]]:
         """Return the K top activating patches of a latent: photo, patch, activation; ties by photo, then patch.
 
-        All of them are in its K top photos: every photo that ranks higher has a patch that ranks higher.
+        All of them are in its K top photos. A photo outside the top K is beaten by K photos, each with a stronger
+        patch.
         """
         patches = [
             (photo, patch, value)
@@ -212,7 +215,7 @@ class TopActivations:
         header = {
             "format": FORMAT,
             "metadata": json.dumps(self.metadata),
-            "counts": json.dumps({"photos": self.photos, "patches": self.patches}),
+            "counts": json.dumps({"photos": self.photo_count, "patches": self.patch_count}),
             "scores": json.dumps({"chance": scores.chance, "dead": scores.dead, "unpaired": scores.unpaired}),
             "skipped": json.dumps(self.skipped),
         }
@@ -227,13 +230,7 @@ class TopActivations:
                 f"{path} is not a file of top activations: its format is {header.get('format', 'not given')!r}, not "
                 f"{FORMAT!r}. Give a file written by torino concepts, or delete it and run torino concepts again."
             )
-        try:
-            scores = MonosemanticityScores(arrays.pop("scores"), **json.loads(header["scores"]))
-            skipped = {int(photo): reason for photo, reason in json.loads(header["skipped"]).items()}
-            fields: dict[str, Any] = {**json.loads(header["counts"]), **arrays}
-            return cls(**fields, monosemanticity=scores, metadata=json.loads(header["metadata"]), skipped=skipped)
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadFile(f"{path} is damaged: {error}. Delete it and run torino concepts again.") from error
+        return _parse_file(Path(path), arrays, header)
 
 
 def collect_top_activations(
@@ -284,8 +281,9 @@ def collect_top_activations(
     collector = _Collector(sae, photos, metadata, keep, pool)
     folder = None if output is None else Path(output)
     if folder is not None:
-        if _read_matching(folder / FILE, metadata) is not None:
-            return TopActivations.load(folder / FILE)
+        finished = _read_matching(folder / FILE, metadata)
+        if finished is not None:
+            return _parse_file(folder / FILE, *finished)
         collector.resume(folder / PARTIAL_FILE)
     saved = time.monotonic()
     for start in range(collector.done, len(photos), batch):
@@ -327,6 +325,24 @@ def _read_matching(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Tens
     except (BadFile, KeyError, ValueError):
         return None
     return (arrays, header) if matches else None
+
+
+def _parse_file(path: Path, arrays: dict[str, Tensor], header: dict[str, str]) -> TopActivations:
+    """Build the result from the content of the file ``path``."""
+    try:
+        fields: dict[str, Any] = dict(arrays)
+        scores = MonosemanticityScores(fields.pop("scores"), **json.loads(header["scores"]))
+        counts = json.loads(header["counts"])
+        return TopActivations(
+            **fields,
+            photo_count=counts["photos"],
+            patch_count=counts["patches"],
+            monosemanticity=scores,
+            metadata=json.loads(header["metadata"]),
+            skipped={int(photo): reason for photo, reason in json.loads(header["skipped"]).items()},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadFile(f"{path} is damaged: {error}. Delete it and run torino concepts again.") from error
 
 
 class _Collector:

@@ -10,6 +10,8 @@ A merge is an average weighted by the number of patches of both sides. After any
 the plain mean of its patches, and a chain of steps is stored exactly as the token index of each patch. Cosines are
 computed in float64 and rounded to float32, so that equal tokens tie exactly, independent of the summation order of the
 matrix product. Ties go to the lowest position.
+
+A plan only stores the weight of each patch in its token; the averaging itself happens in :meth:`Reduction.apply`.
 """
 
 from __future__ import annotations
@@ -158,6 +160,7 @@ def merge_in_steps(
         label, anchor = new_index[label], anchor[remaining]
         if number == len(removals):
             break
+        # add the metric of each merged source to that of its target; a target may receive several sources
         sums = sums[remaining].index_add_(0, merged_into, sums[matching.merged])
         if penalty is not None:
             penalty = penalty[remaining].index_add_(0, merged_into, penalty[matching.merged]) / new_index.bincount()

@@ -61,7 +61,8 @@ class Trainer:
         self.activations, self.device = activations, torch.device(device)
         self.distributed = distributed or Distributed()
         self.config = config = config.resolve(activations.width)
-        self.step, self.threshold = 0, -1.0
+        self.step = 0
+        self.threshold = -1.0  # a negative value means that there is no threshold yet: the first step sets it
         tensors: dict[str, Tensor] = {}
         if state is None:
             rows = self._read_init_rows().to(self.device)
@@ -90,8 +91,8 @@ class Trainer:
     def train_step(self, rows: Tensor) -> BatchStats:
         """Take one training step on the rows of the batch that belong to this process."""
         config, step = self.config, self.step
-        u = self.scaling(rows.to(self.device, non_blocking=True).float())
-        batch = self.objective(u, config.batch, config.k_at(step), config.l1_at(step), self.rows_since_active)
+        scaled = self.scaling(rows.to(self.device, non_blocking=True).float())
+        batch = self.objective(scaled, config.batch, config.k_at(step), config.l1_at(step), self.rows_since_active)
         if not math.isfinite(batch.loss):
             raise TorinoError(f"The loss is {batch.loss} at step {step}.")
         self._clip_gradients()
@@ -177,7 +178,18 @@ class Trainer:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a run: the folder of the SAE, its metrics, and whether it had already been finished earlier."""
+    """Result of a run.
+
+    Attributes
+    ----------
+    folder : Path
+        Folder of the SAE.
+    metrics : mapping
+        Metrics of the SAE. Only the main process computes them: they are empty on other processes, except for a run
+        that was already finished, whose metrics every process reads from the folder.
+    already_finished : bool
+        Whether the run was already finished.
+    """
 
     folder: Path
     metrics: Mapping[str, Any]
@@ -215,7 +227,8 @@ def train(
     log_every, save_every : int
         Steps between reports, and between checkpoints.
     callback : callable, optional
-        Called after every step with the number of steps done and the metrics, or None between reports.
+        Called after every step with the number of steps done, and with the metrics when they are reported, otherwise
+        None.
 
     Examples
     --------
