@@ -155,7 +155,7 @@ def main() -> None:
         for name in names:
             if not (folders[how] / f"{name}.tsv").is_file():
                 rewrite(args.data / f"{name}.tsv", folders[how] / f"{name}.tsv", swap)
-    model, processor = load_vlm(args.model)
+    vlm = load_vlm(args.model)
     scores: dict[str, dict[str, float]] = {name: {} for name in names}
     share: dict[tuple[str, str], dict[str, float]] = {}
     tasks: list[Task] = []
@@ -166,8 +166,7 @@ def main() -> None:
         if how != "its picture" or known is None:
             run = evaluate(
                 args.work / f"run-{'own' if how == 'its picture' else folder.name}",
-                model=model,
-                processor=processor,
+                vlm=vlm,
                 tasks=tasks,
                 plan=RunPlan([], dynamic=(), fixed=()),
                 saes={},
