@@ -137,11 +137,11 @@ def align_words(
         optimiser.zero_grad(set_to_none=True)
         running.append((float(loss.detach()), float(where.detach())))
         if (step + 1) % 25 == 0 or step + 1 == steps:
-            told = np.mean(running, 0)
+            means = np.mean(running, 0)
             left = (time.monotonic() - begun) / (step + 1) * (steps - step - 1)
             say(
-                f"\rwords: step {step + 1}/{steps}, loss {told[0]:.2f} for {len(words)} words, "
-                f"{told[1]:.2f} for places, "
+                f"\rwords: step {step + 1}/{steps}, loss {means[0]:.2f} for {len(words)} words, "
+                f"{means[1]:.2f} for places, "
                 f"{left / 60:.0f} min left  ",
                 end="",
             )

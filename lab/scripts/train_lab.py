@@ -228,21 +228,21 @@ def weights_of(asked: list[list[list[dict[str, str]]]]) -> dict[str, float]:
     return {kind: value / mean for kind, value in weight.items()}
 
 
-def pack(picture: list[tuple[list[int], int]], room: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Lay questions after one another until ``room`` tokens are full.
+def pack(picture: list[tuple[list[int], int]], max_tokens: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Concatenate questions up to ``max_tokens`` tokens.
 
     Returns
     -------
-    text, segment, place, target : Tensor of shape (room,)
+    text, segment, place, target : Tensor of shape (max_tokens,)
         Tokens; the question each belongs to (−1: padding); its place in that question; the token that should follow
         it, −100 where nothing is asked of the model.
     """
-    text, segment = torch.full((room,), SPECIAL.index("<pad>")), torch.full((room,), -1)
-    place, target = torch.zeros(room, dtype=torch.int64), torch.full((room,), -100)
+    text, segment = torch.full((max_tokens,), SPECIAL.index("<pad>")), torch.full((max_tokens,), -1)
+    place, target = torch.zeros(max_tokens, dtype=torch.int64), torch.full((max_tokens,), -100)
     at = 0
     for number in order.tolist():
         tokens, answer = picture[number]
-        if at + len(tokens) > room:
+        if at + len(tokens) > max_tokens:
             continue
         here = slice(at, at + len(tokens))
         text[here], segment[here] = torch.tensor(tokens), number
@@ -325,7 +325,8 @@ def train(args: argparse.Namespace) -> None:
         turn = step * args.batch // len(where) % (SETS // TOGETHER)
         here = [coded[n][turn] for n in chosen]
         rows = [
-            pack([one[:2] for one in some], args.room, torch.randperm(len(some), generator=generator)) for some in here
+            pack([one[:2] for one in some], args.max_tokens, torch.randperm(len(some), generator=generator))
+            for some in here
         ]
         weight = torch.zeros(len(here) * MOST)
         for place, some in enumerate(here):
@@ -459,11 +460,11 @@ def check(args: argparse.Namespace) -> None:
     by_kind: dict[str, list[bool]] = {}
     for one in found:
         by_kind.setdefault(one.kind, []).append(one.right)
-    told = {kind: {"right": sum(right) / len(right), "of": len(right)} for kind, right in sorted(by_kind.items())}
-    write_json(args.work / f"check-{held['step']}.json", {"step": held["step"], "kinds": told})
+    summary = {kind: {"right": sum(right) / len(right), "of": len(right)} for kind, right in sorted(by_kind.items())}
+    write_json(args.work / f"check-{held['step']}.json", {"step": held["step"], "kinds": summary})
     say(
         f"step {held['step']}, dev pictures: "
-        + ", ".join(f"{k} {v['right']:.2f} of {v['of']}" for k, v in told.items())
+        + ", ".join(f"{k} {v['right']:.2f} of {v['of']}" for k, v in summary.items())
     )
 
 
@@ -513,7 +514,7 @@ def main() -> None:
     add("--vocabulary", type=int, default=2048, help="largest number of tokens (default: %(default)s)")
     add("--width", type=int, default=256, help="of the language model (default: %(default)s)")
     add("--layers", type=int, default=6, help="of the language model (default: %(default)s)")
-    add("--room", type=int, default=340, help="tokens of questions and answers a picture (default: %(default)s)")
+    add("--max-tokens", type=int, default=340, help="tokens of questions and answers a picture (default: %(default)s)")
     add("--passes", type=int, default=3, help="over the pictures, of the stage align (default: %(default)s)")
     add("--steps", type=int, default=4500, help="of training (default: %(default)s)")
     add("--alike", type=int, default=1157, help="first steps, in which no kind of question counts more (%(default)s)")

@@ -55,8 +55,10 @@ def test_python_blocks_run_in_order(
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"__name__": "docs_example", "__file__": str(tmp_path / "my_package.py")}
     monkeypatch.setitem(sys.modules, "docs_example", type(sys)("docs_example"))
+    given = set(scope)
     for code in runnable(path):
         exec(compile(code, name(path), "exec", dont_inherit=True), scope)
+    assert set(scope) - given, "the blocks define or import nothing"
 
 
 def test_main_pages_have_python_that_runs() -> None:
