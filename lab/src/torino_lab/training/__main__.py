@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from torino_lab.training.features import Features, clip_encoder, fill_all
+from torino_lab.training.precision import best_dtype
 from torino_lab.training.questions import Photo, add_presence, read_photos
-from torino_lab.training.trainer import Reader, Stage, Trainer, best_dtype
-from torino_lab.weights import clip_folder, smollm2_folder
+from torino_lab.training.trainer import Reader, Stage, Trainer
+from torino_lab.weights import clip_folder, read_smollm2
 
 CAPTIONED = ["flickr8k-train-0", "flickr8k-train-1", "flickr8k-train-2", "cococap-train"]
 TRAIN = [*CAPTIONED, "cocovqa-train", "daquar-train", "scenetext-train"]
@@ -60,11 +61,7 @@ def main() -> None:
     for name, count in WATCH.items():
         held_out += add_presence(read_photos([args.data / f"{name}.parquet"]), 0)[:count]
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = smollm2_folder(cache)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    language = AutoModelForCausalLM.from_pretrained(folder)
+    language, tokenizer = read_smollm2()
     torch.manual_seed(args.seed)
     reader = Reader(language, best_dtype(), args.rank)
     trainer = Trainer(args.work, reader, tokenizer, photos, features, SHARE, held_out, args.seed)

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torino_lab.training.attention import register
 from torino_lab.training.features import Features
 from torino_lab.training.packing import HEAD, Batch, Segment, encode_question, pack
 from torino_lab.training.questions import Photo, draw, keep_weights, phrase
@@ -119,17 +120,24 @@ class Projector(nn.Module):
         }
 
 
+def lora_config(rank: int) -> Any:
+    """Return the settings of the low-rank updates."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, lora_dropout=0.0, bias="none")
+
+
 class Reader(nn.Module):
     """Projector and language model, as they are trained."""
 
     def __init__(self, language: Any, dtype: torch.dtype, rank: int) -> None:
         super().__init__()
-        from peft import LoraConfig, get_peft_model
+        from peft import get_peft_model
 
         self.projector = Projector(language.config.hidden_size)
         language.to(dtype)
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, lora_dropout=0.0, bias="none")
-        self.language = get_peft_model(language, config)  # the updates start at zero: no change until trained
+        language.set_attn_implementation(register())
+        self.language = get_peft_model(language, lora_config(rank))  # the updates start at zero: no change until trained
         self.dtype = dtype
 
     @property
@@ -166,20 +174,6 @@ class Reader(nn.Module):
         if missing:
             raise ValueError(f"The checkpoint lacks {len(missing)} tensors, such as {sorted(missing)[0]}.")
         self.load_state_dict(tensors, strict=False)
-
-
-def best_dtype() -> torch.dtype:
-    """Bfloat16 where its matrix product is at least half as fast again as float32's here, otherwise float32."""
-    took: dict[torch.dtype, float] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.randn(1024, 576).to(dtype), torch.randn(1536, 576).to(dtype)
-        for _ in range(3):
-            functional.linear(a, b)
-        start = time.perf_counter()
-        for _ in range(10):
-            functional.linear(a, b)
-        took[dtype] = time.perf_counter() - start
-    return torch.bfloat16 if took[torch.float32] > 1.5 * took[torch.bfloat16] else torch.float32
 
 
 class Trainer:
