@@ -137,6 +137,10 @@ class Corpus:
         seeds = [f"{self.seed}:{index}:ask" + (f":{turn}" if turn else "") for turn in range(count)]
         return [Example(f"{kind}-{index}", image, ask(Random(seed))) for seed in seeds]
 
+    def make_image(self, kind: str, rng: Random) -> tuple[Image.Image, AskFunction]:
+        """Return a new image of a generated kind, and a function that asks about it."""
+        return self._makers[kind](0, rng)
+
     def open_photo(self, index: int) -> Image.Image:
         """Open a photo, upright in RGB, in its original size."""
         return open_image(self._photos[index][1])

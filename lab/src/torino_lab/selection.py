@@ -49,7 +49,7 @@ class Item:
     ``answers`` are the answers of several people if the scoring rule uses them, otherwise empty.
     """
 
-    image: Image.Image
+    image: Image.Image | bytes
     question: ImageQuestion
     category: str
     answers: tuple[str, ...] = ()

@@ -13,14 +13,17 @@ from pathlib import Path
 
 import torch
 
+from torino_lab.corpus import read_photos as read_captioned
 from torino_lab.training.features import Features, clip_encoder, fill_all
+from torino_lab.training.generated import write_generated
 from torino_lab.training.precision import best_dtype
 from torino_lab.training.questions import Photo, add_presence, read_photos
 from torino_lab.training.trainer import Reader, Stage, Trainer
 from torino_lab.weights import clip_folder, read_smollm2
 
 CAPTIONED = ["flickr8k-train-0", "flickr8k-train-1", "flickr8k-train-2", "cococap-train"]
-TRAIN = [*CAPTIONED, "cocovqa-train", "daquar-train", "scenetext-train"]
+GENERATED = "generated-train"
+TRAIN = [*CAPTIONED, "cocovqa-train", "daquar-train", "scenetext-train", GENERATED]
 WATCH = {"cocovqa-dev": 192, "flickr8k-dev": 96, "daquar-dev": 32, "scenetext-dev": 64}
 SHARE = {"flickr8k": 0.6, "scenetext": 0.7}
 TOWER = "clip-vit-base-patch16:224:-2"
@@ -44,22 +47,25 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     cache = args.cache or args.work / "weights"
     names = [*TRAIN, *WATCH]
-    features = {
-        name: Features(args.work / "features", args.data / f"{name}.parquet", (197, 768), TOWER) for name in names
-    }
+    files = {name: args.data / f"{name}.parquet" for name in names}
+    files[GENERATED] = args.work / f"{GENERATED}.parquet"
+    if not files[GENERATED].exists():
+        logging.info("Drawing images …")
+        write_generated(read_captioned([files[name] for name in CAPTIONED]), files[GENERATED], args.seed)
+    features = {name: Features(args.work / "features", file, (197, 768), TOWER) for name, file in files.items()}
 
     def fill(wanted: list[str]) -> None:
         caches = [features[name] for name in wanted]
         if any(cache_.missing() for cache_ in caches):
             fill_all(caches, clip_encoder(clip_folder(cache), LAYER, SIZE), logging.info)
 
-    fill(names if args.only_features else [*CAPTIONED, *WATCH])
+    fill([*files] if args.only_features else [*CAPTIONED, *WATCH])
     if args.only_features:
         return
-    photos = add_presence(read_photos([args.data / f"{name}.parquet" for name in TRAIN]), args.seed)
+    photos = add_presence(read_photos([files[name] for name in TRAIN]), args.seed)
     held_out: list[Photo] = []
     for name, count in WATCH.items():
-        held_out += add_presence(read_photos([args.data / f"{name}.parquet"]), 0)[:count]
+        held_out += add_presence(read_photos([files[name]]), 0)[:count]
 
     language, tokenizer = read_smollm2()
     torch.manual_seed(args.seed)
@@ -71,7 +77,7 @@ def main() -> None:
         Stage("tune", args.tune_steps, projector_rate=2e-4, lora_rate=3e-4, decay=800),
     ]
     trainer.run(stages[0])
-    fill(names)
+    fill([*files])
     trainer.run(stages[1])
 
 

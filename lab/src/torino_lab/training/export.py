@@ -23,7 +23,9 @@ def export(checkpoint: Path, folder: Path) -> None:
         Where the files go; existing ones are replaced.
     """
     tensors = load_file(checkpoint)
-    weights = {name.removeprefix("projector."): value for name, value in tensors.items() if name.startswith("projector.")}
+    weights = {
+        name.removeprefix("projector."): value for name, value in tensors.items() if name.startswith("projector.")
+    }
     projector = Projector(weights["linear_2.weight"].shape[0])
     projector.load_state_dict(weights)
     updates = {

@@ -40,7 +40,8 @@ class Question:
     Parameters
     ----------
     kind : str
-        ``caption``, ``yesno``, ``number``, ``open``, ``text``, ``relation`` or ``presence``.
+        ``caption``, ``yesno``, ``number``, ``open``, ``text``, ``relation``, ``presence``, or the kind of a generated
+        image (``collage``, ``small``, ``sign``, ``shapes``).
     text : str
         The question as asked.
     answers : tuple of str
@@ -100,6 +101,8 @@ def _kind(answer: str, source: str) -> str:
         return "text"
     if source == "vsr":
         return "relation"
+    if source.startswith("generated-"):
+        return source.removeprefix("generated-").partition(":")[0]
     if answer.lower() in {"yes", "no"}:
         return "yesno"
     return "number" if re.fullmatch(r"\d+", answer) else "open"

@@ -137,7 +137,9 @@ class Reader(nn.Module):
         self.projector = Projector(language.config.hidden_size)
         language.to(dtype)
         language.set_attn_implementation(register())
-        self.language = get_peft_model(language, lora_config(rank))  # the updates start at zero: no change until trained
+        self.language = get_peft_model(
+            language, lora_config(rank)
+        )  # the updates start at zero: no change until trained
         self.dtype = dtype
 
     @property
