@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torino_lab.training.attention import grouped_attention
 from torino_lab.training.features import Features
 from torino_lab.training.packing import encode_question, pack
 from torino_lab.training.questions import (
@@ -92,6 +93,16 @@ def test_questions_that_do_not_fit_are_left_out() -> None:
     assert batch.text.shape[1] % 16 == 0
 
 
+def test_grouped_attention_equals_the_fused_kernel() -> None:
+    torch.manual_seed(0)
+    query, (key, value) = torch.randn(2, 6, 5, 8), (torch.randn(2, 2, 7, 8) for _ in range(2))
+    mask = torch.zeros(2, 1, 5, 7).masked_fill_(torch.rand(2, 1, 5, 7) < 0.4, float("-inf"))
+    mask[..., 0] = 0
+    seen, _ = grouped_attention(None, query, key, value, mask, 8**-0.5)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    assert torch.allclose(seen, expected.transpose(1, 2), atol=1e-6)
+
+
 def test_captions_and_presence() -> None:
     assert tidy("a dog runs , fast .") == "A dog runs, fast."
     assert mentioned(["Two dogs and a man on skis"]) == {"dog", "man", "skis", "person"}
@@ -161,7 +172,8 @@ def test_a_stopped_stage_resumes_to_the_same_weights(tmp_path: Path) -> None:
         assert torch.equal(value, resumed.reader.trained()[name]), name
 
 
-def test_features_resume_and_refuse_another_tower(tmp_path: Path) -> None:
+def test_features_resume_and_refuse_another_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torino_lab.training.features.FLUSH", 1)
     source = write_source(tmp_path, rows=20)
     calls: list[int] = []
 

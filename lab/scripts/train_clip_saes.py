@@ -1,0 +1,97 @@
+r"""Train SAEs on CLIP's features of the lab's training photos: several expansions and token kinds.
+
+Every SAE is a Matryoshka BatchTopK SAE at the feature layer of the lab's model: of all patches, of two random patches
+per photo, or of the CLS token. The photos are all training photos, generated images, and crops and flips. All SAEs are
+measured on all patches of dev photos. A killed run resumes where it stopped.
+
+Examples
+--------
+::
+
+    python lab/scripts/train_clip_saes.py --data DATA --work build/train
+    python lab/scripts/train_clip_saes.py --data DATA --work build/train --kinds all --expansions 4 16 --steps 3000
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torino_lab.training.__main__ import GENERATED, LAYER, SIZE, TOWER, TRAIN
+from torino_lab.training.features import Features, clip_encoder, fill_all
+from torino_lab.training.rows import DESCRIPTIONS, FeatureRows
+from torino_lab.training.views import write_views
+from torino_lab.weights import clip_folder
+
+from torino.core.io import write_json
+from torino.training.config import TrainConfig
+from torino.training.sweep import sweep
+
+ENCODER, BLOCK = "openai/clip-vit-base-patch16", 10
+VIEWS = "views-train"
+HELDOUT = "flickr8k-dev"
+DATA = "Flickr8k, COCO, NYU indoor, ICDAR 2015 and ImageNet photos, crops of them, and generated images"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="folder with the parquet files")
+    add("--work", type=Path, required=True, help="folder of python -m torino_lab.training")
+    add("--cache", type=Path, help="folder of converted weights (default: WORK/weights)")
+    add("--kinds", nargs="+", choices=list(DESCRIPTIONS), default=list(DESCRIPTIONS))
+    add("--expansions", type=float, nargs="+", default=[4, 16, 64])
+    add("--views", type=int, default=6000, help="crops and flips (default: %(default)s)")
+    add("--steps", type=int, default=3000, help="of 2,048 rows, on all patches (default: %(default)s)")
+    add("--heldout", type=int, default=200, help="dev photos to measure on (default: %(default)s)")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, default=2)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(args.threads)
+    files = {name: args.data / f"{name}.parquet" for name in (*TRAIN, "imagenet-samples", HELDOUT)}
+    files |= {name: args.work / f"{name}.parquet" for name in (GENERATED, VIEWS)}
+    if not files[VIEWS].exists():
+        write_views([files[name] for name in TRAIN if name != GENERATED], files[VIEWS], args.seed, args.views)
+    features = {name: Features(args.work / "features", file, (197, 768), TOWER) for name, file in files.items()}
+    if any(cache.missing() for cache in features.values()):
+        fill_all(
+            list(features.values()),
+            clip_encoder(clip_folder(args.cache or args.work / "weights"), LAYER, SIZE),
+            logging.info,
+        )
+    heldout = features[HELDOUT].values[: args.heldout, 1:]
+    told: list[dict[str, Any]] = []
+    for kind in args.kinds:
+        sources = [features[name] for name in (*TRAIN, "imagenet-samples", VIEWS)]
+        rows = FeatureRows(sources, kind, args.seed, {"encoder": ENCODER, "block": BLOCK, "data": DATA})
+        logging.info("%s: %s rows", DESCRIPTIONS[kind], f"{rows.rows:,}")
+        for expansion in args.expansions:
+            steps = args.steps if kind == "all" else args.steps // 2
+            config = TrainConfig(kind="matryoshka", k=20, steps=steps, batch=2048, seed=args.seed)
+            (row,) = sweep(
+                rows,
+                config,
+                [expansion],
+                args.work / "saes" / kind,
+                heldout=lambda: _photos(heldout),
+                heldout_name=f"{HELDOUT}:{args.heldout}",
+            )
+            told.append({"kind": DESCRIPTIONS[kind], "steps": steps, "rows": rows.rows, **row})
+            write_json(args.work / "saes" / "saes.json", {"saes": told, "seed": args.seed})
+            logging.info("%s x%g: FVU %.3f, L0 %.1f, groups %s", kind, expansion, row["fvu"], row["l0"], row["groups"])
+
+
+def _photos(values: np.ndarray) -> Iterator[Tensor]:
+    for photo in values:
+        yield torch.from_numpy(np.array(photo)).float()
+
+
+if __name__ == "__main__":
+    main()
