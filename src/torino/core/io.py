@@ -154,12 +154,9 @@ def read_checkpoint(path: str | Path, start: int = 0) -> dict[str, Any]:
     if kind != ("json header" if start else "torch"):
         raise BadFile(f"{path} was not loaded: {explain(kind)}")
     try:
-        source: Any = path
-        if start:
-            with Path(path).open("rb") as file:
-                file.seek(start)
-                source = io.BytesIO(file.read())
-        value = torch.load(source, map_location="cpu", weights_only=True)
+        with Path(path).open("rb") as file:  # given a path, torch would look at its suffix
+            file.seek(start)
+            value = torch.load(io.BytesIO(file.read()) if start else file, map_location="cpu", weights_only=True)
     except Exception as error:
         # torch raises UnpicklingError for objects and for damage, RuntimeError or EOFError for a truncated archive
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
