@@ -24,7 +24,8 @@ def test_list_reducers() -> None:
 def test_list_layouts() -> None:
     assert "saelens" in run_torino("list", "layouts").out
     rows = json.loads(run_torino("list", "layouts", "--json").out)
-    assert {"name": "sparsify", "read": "yes", "written": "no"} in rows
+    for name in ("sparsify", "saev", "prisma", "overcomplete", "qwen-scope"):
+        assert {"name": name, "read": "yes", "written": "no"} in rows
 
 
 def test_list_models(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +56,19 @@ def test_export_round_trip(tmp_path: Path) -> None:
     assert "in the dictionary_learning layout" in text
     facts = json.loads(run_torino("info", tmp_path / "dl", "--json").out)
     assert facts["groups"] == [2, 4]
+
+
+def test_export_of_a_file_without_kind_and_k(tmp_path: Path) -> None:
+    state = {"encoder.final_block.0.weight": torch.eye(6)[:, :4], "encoder.final_block.0.bias": torch.zeros(6)}
+    state |= {"dictionary._weights": torch.eye(6)[:, :4], "dictionary.multiplier": torch.tensor(0.0)}
+    torch.save(state, tmp_path / "sae.pt")
+    refused = run_torino("info", tmp_path / "sae.pt", code=2)
+    assert "torino export FILE FOLDER --kind topk --k 32" in refused.text
+    run_torino("export", tmp_path / "sae.pt", tmp_path / "mine", "--kind", "topk", "--k", "2")
+    facts = json.loads(run_torino("info", tmp_path / "mine", "--json").out)
+    assert (facts["kind"], facts["k"]) == ("topk", 2)
+    run_torino("export", tmp_path / "sae.pt", tmp_path / "batch", "--kind", "batchtopk", "--threshold", "0.5")
+    assert json.loads(run_torino("info", tmp_path / "batch", "--json").out)["threshold"] == pytest.approx(0.5)
 
 
 def test_errors(tmp_path: Path) -> None:

@@ -15,8 +15,12 @@ from torino.core.errors import BadParameter
 
 LIST_EPILOG = examples("torino list", "torino list models", "torino list layouts --json")
 INFO_EPILOG = examples("torino info ./my-sae", "torino info owner/repository/sub/folder")
-EXPORT_EPILOG = examples("torino export ./my-sae ./for-saelens --layout saelens")
+EXPORT_EPILOG = examples(
+    "torino export ./my-sae ./for-saelens --layout saelens",
+    "torino export ./overcomplete.pt ./my-sae --kind topk --k 32",
+)
 Kind = Literal["reducers", "models", "layouts"]
+KindChoice = Literal["relu", "topk", "batchtopk", "matryoshka", "jumprelu"]
 LayoutChoice = Literal["torino", "dictionary_learning", "saelens"]
 SaeArgument = Annotated[
     str, typer.Argument(metavar="SAE", help="Folder, file, hub repository, or 'example', which is bundled.")
@@ -62,10 +66,10 @@ def _models(everything: bool) -> list[dict[str, str]]:
 
 
 def _layouts(everything: bool) -> list[dict[str, str]]:
-    from torino.sae.formats import LAYOUTS
+    from torino.sae.formats import LAYOUTS, READ_ONLY
 
     rows = [{"name": name, "read": "yes", "written": "yes"} for name in LAYOUTS]
-    return [*rows, {"name": "sparsify", "read": "yes", "written": "no"}]
+    return rows + [{"name": name, "read": "yes", "written": "no"} for name in READ_ONLY]
 
 
 def info(sae: SaeArgument, as_json: JsonOption = False) -> None:
@@ -91,11 +95,17 @@ def export(
     sae: SaeArgument,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
     layout: Annotated[LayoutChoice, typer.Option(help="The library whose layout is written.")] = "torino",
+    kind: Annotated[KindChoice | None, typer.Option(help="Kind of the SAE, if the file lacks it.")] = None,
+    k: Annotated[int | None, typer.Option("--k", help="Active latents per token, if the file lacks it.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Threshold of the latents, if the file lacks it.")] = None,
 ) -> None:
     """Write an SAE in another library's layout."""
+    from torino.sae import SAE
     from torino.sae.formats import write_sae
 
-    written = write_sae(_load(sae), folder, layout)
+    given = (kind, k, threshold) != (None, None, None)
+    loaded = SAE.load(sae, kind=kind, k=k, threshold=threshold) if given else _load(sae)
+    written = write_sae(loaded, folder, layout)
     out.print(f"Wrote {escape(str(written))} in the {layout} layout.", highlight=False)
 
 

@@ -38,12 +38,29 @@ class BadFile(TorinoError):
     """A file is missing, truncated, in an unknown format, or would run code when opened."""
 
 
+class PickledObject(BadFile):
+    """A checkpoint contains an object besides tensors, and could run code when it is opened."""
+
+    name: str = ""  #: class of the object
+
+
 class Unreachable(TorinoError):
     """The model hub cannot be reached, or it does not have the requested file."""
 
 
 class UnknownName(TorinoError):
     """No entry of this name is registered."""
+
+
+def pickled_object(path: object, name: str, advice: str = "") -> PickledObject:
+    """Build the error for a checkpoint that contains an object of the class ``name``."""
+    error = PickledObject(
+        f"{path} was not loaded: besides tensors it contains a pickled object ({name}) and could run code when opened. "
+        "Accepted: a state dict of plain tensors, or safetensors. "
+        + (advice or "Ask its publisher for one, or save its state_dict() in an environment you trust.")
+    )
+    error.name = name
+    return error
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownName:

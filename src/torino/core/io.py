@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file as _save_safetensors
 from torch import Tensor
 
-from torino.core.errors import BadFile
+from torino.core.errors import BadFile, pickled_object
+from torino.core.filetype import JSON_LINE_LIMIT, explain, identify
 
 
 def cache_dir() -> Path:
@@ -133,31 +136,54 @@ def read_safetensors(
             names = [name for name in file.keys() if wanted(name)]  # noqa: SIM118 (not a dict)
             return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
+        kind = identify(path)
+        if kind != "safetensors":
+            raise BadFile(f"{path} is not a safetensors file: {explain(kind)}") from error
         raise BadFile(
             f"{path} is not a readable safetensors file ({error}). "
             "It may be truncated: write it again or download it again."
         ) from error
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a torch checkpoint of plain tensors; raise :class:`BadFile` if loading it would run code."""
+def read_checkpoint(path: str | Path, start: int = 0) -> dict[str, Any]:
+    """Read a torch checkpoint of plain tensors, which begins at byte ``start``; nothing in the file is executed.
+
+    Raise :class:`PickledObject` if it contains other objects, and :class:`BadFile` if it is something else.
+    """
+    kind = identify(path)
+    if kind != ("json header" if start else "torch"):
+        raise BadFile(f"{path} was not loaded: {explain(kind)}")
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise BadFile(f"There is no file {path}.") from error
+        with Path(path).open("rb") as file:  # given a path, torch would look at its suffix
+            file.seek(start)
+            value = torch.load(io.BytesIO(file.read()) if start else file, map_location="cpu", weights_only=True)
     except Exception as error:
-        # torch raises UnpicklingError for code and for damage, RuntimeError or EOFError for a truncated archive
-        if "weights_only" in str(error) or "Weights only" in str(error):
-            reason = "it contains more than tensors and would run code when opened"
-        else:
-            reason = "it is truncated or not a torch checkpoint"
+        # torch raises UnpicklingError for objects and for damage, RuntimeError or EOFError for a truncated archive
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if found is not None:
+            raise pickled_object(path, found[1]) from error
         raise BadFile(
-            f"{path} was not loaded: {reason}. Accepted: a state dict of plain tensors, or safetensors. "
-            "Ask its publisher for one of these, or download the file again."
+            f"{path} was not loaded: it is damaged or truncated. Accepted: a state dict of plain tensors, or "
+            "safetensors. Download it again."
         ) from error
     if not isinstance(value, dict):
         raise BadFile(f"{path} contains a {type(value).__name__}, not a state dict of named tensors.")
     return cast(dict[str, Any], value)
+
+
+def read_json_line(path: str | Path) -> tuple[dict[str, Any], int]:
+    """Read the JSON object in the first line of a file; return it and the position after the line."""
+    try:
+        with Path(path).open("rb") as file:
+            line = file.readline(JSON_LINE_LIMIT)
+        value = json.loads(line)
+    except OSError as error:
+        raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"The first line of {path} is not valid JSON ({error}). Download the file again.") from error
+    if not isinstance(value, dict):
+        raise BadFile(f"The first line of {path} is a JSON {type(value).__name__}, not an object with named fields.")
+    return cast(dict[str, Any], value), len(line)
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:

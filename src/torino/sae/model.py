@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -92,15 +93,15 @@ class SAE(nn.Module):
         latents, width = W_enc.shape
         self.kind: Kind = _check_choice("kind", kind, Kind)
         self.normalize: Normalize = _check_choice("normalize", normalize, Normalize)
-        self.k, self.center, self.card = k, center, card or SAECard()
+        self.k, self.center, self.card = validate_k(k, latents), center, card or SAECard()
         self.names: dict[int, str] = {}
         self.groups = tuple(int(size) for size in groups) if groups is not None else (latents,)
         if sum(self.groups) != latents or min(self.groups) < 1:
             raise BadParameter(
                 f"groups must be positive and add up to {latents}, the number of latents; got {self.groups}."
             )
-        if kind == "topk" and (k is None or not 1 <= k <= latents):
-            raise BadParameter(f"A topk SAE needs k between 1 and {latents}, the number of latents; got {k}.")
+        if kind == "topk" and k is None:
+            raise BadParameter(f"A topk SAE needs k between 1 and {latents}, the number of latents; got None.")
         self.register_buffer("W_enc", _freeze(W_enc))
         self.register_buffer("b_enc", _vector("b_enc", b_enc, latents, W_enc))
         self.register_buffer("b_dec", _vector("b_dec", b_dec, width, W_enc))
@@ -350,6 +351,8 @@ class SAE(nn.Module):
         *,
         levels: int | None = None,
         kind: Kind | None = None,
+        k: int | None = None,
+        threshold: float | None = None,
         decoder: bool = True,
         device: str | torch.device = "cpu",
     ) -> SAE:
@@ -359,18 +362,20 @@ class SAE(nn.Module):
         ----------
         source : str or Path
             A local folder or file, or ``owner/repository`` on the hub, optionally ``owner/repository/sub/folder``.
-            Layouts: torino, dictionary_learning, SAELens, sparsify; recognized by the names of their tensors.
+            Layouts: torino, dictionary_learning, SAELens, sparsify, saev, Prisma, overcomplete and Qwen-Scope;
+            recognized by the names of their tensors.
         levels : int, optional
             Keep only the first Matryoshka groups, see :meth:`first`.
-        kind : str, optional
-            Overrides the kind in the file, or replaces a missing one (a dictionary_learning file without its config).
+        kind, k, threshold : str, int, float, optional
+            Override the settings in the file, or replace missing ones: a dictionary_learning file without its config,
+            an overcomplete file, which contains none of them, or a renamed Qwen-Scope file, which contains no k.
         decoder : bool
             Whether to load the decoder. Without it the SAE needs half of the memory but cannot decode.
         device : str or torch.device
         """
         from torino.sae.formats import read_sae
 
-        sae = read_sae(source, kind=kind, decoder=decoder)
+        sae = read_sae(source, kind=kind, k=k, threshold=threshold, decoder=decoder)
         sae = sae.first(levels) if levels is not None else sae
         return sae.to(device)
 
@@ -422,6 +427,15 @@ def _vector(name: str, value: Tensor | None, size: int, like: Tensor) -> Tensor:
     if not bool(torch.isfinite(value).all()):
         raise BadFile(f"{name} contains NaN or infinite values: the checkpoint is damaged.")
     return _freeze(value)
+
+
+def validate_k(k: Any, latents: int) -> int | None:
+    """Return ``k``; raise :class:`BadParameter` unless it is None or an integer from 1 to the number of latents."""
+    if k is None:
+        return None
+    if isinstance(k, bool) or not isinstance(k, Integral) or not 1 <= int(k) <= latents:
+        raise BadParameter(f"k must be an integer between 1 and {latents}, the number of latents; got {k!r}.")
+    return int(k)
 
 
 def _check_choice(name: str, value: Any, choices: Any) -> Any:

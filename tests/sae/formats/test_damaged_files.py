@@ -12,6 +12,7 @@ from checkpoint_cases import (
     GROUPS,
     C,
     D,
+    X,
     k_and_threshold,
     linear_weights,
     make_full_sae,
@@ -81,7 +82,22 @@ def test_a_malicious_pickle_does_not_run(tmp_path: Path, how: str) -> None:
         ({"W_enc": "text"}, "'W_enc' .* str"),
         ({"k": torch.tensor([1, 2])}, "'k' .* single number"),
         ({"k": "three"}, "'k' .* 'three'"),
+        ({"k": torch.tensor(2.5)}, r"k = 2\.5\. Accepted: an integer from 1 to 24"),
+        ({"k": torch.tensor(torch.nan)}, "'k' .* nan, not a finite number"),
+        ({"k": torch.tensor(-3)}, "k = -3"),
+        ({"k": torch.tensor(10**9)}, "k = 1000000000"),
+        ({"k": torch.tensor(True)}, "'k' .* True, not a finite number"),
+        ({"k": 10**500}, "'k' .* is 10000.*…, not a finite number"),
         ({"group_sizes": torch.tensor([1, 2])}, "add up"),
+        (
+            {"group_sizes": torch.tensor([4.0, torch.nan])},
+            r"group_sizes = \[4\.0, nan\]\. Accepted: a list of integers",
+        ),
+        ({"group_sizes": [4, 10**500]}, "group_sizes = .*Accepted: a list of integers"),
+        ({"group_sizes": torch.tensor(24)}, "group_sizes = 24"),
+        ({"W_enc": torch.empty(D, C, device="meta")}, "'W_enc' .* meta tensor"),
+        ({"W_enc": torch.eye(D, C).to_sparse()}, "'W_enc' .* sparse tensor"),
+        ({"W_enc": torch.zeros(1).expand(10**6, 10**7)}, r"'W_enc' .* the file has fewer values"),
         ({"r_mag": random_tensor(C)}, "gated"),
     ],
 )
@@ -128,3 +144,83 @@ def test_a_file_with_a_threshold_is_read_without_it_as_relu(tmp_path: Path) -> N
     x = torch.tensor([[3.0, 1.0, -1.0]])
     assert SAE.load(tmp_path).encode(x).tolist() == [[3.0, 0.0, 0.0]]
     assert SAE.load(tmp_path, kind="relu").encode(x).tolist() == [[3.0, 1.0, 0.0]]
+
+
+# ------------------------------------------------------------------ files that are not what their name says
+
+
+@pytest.mark.parametrize("name", ["sae.safetensors", "sae.pt", "sae.pth"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", r"empty \(0 bytes\)"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "Git LFS pointer.*git lfs pull"),
+        (b"<!DOCTYPE html><html><title>404</title></html>", "a web page, such as an error or sign-in page"),
+        (b'{"error": "Invalid credentials"}', "JSON text, not weights"),
+        (b"Entry not found", "neither safetensors nor a torch checkpoint"),
+        (b"\x1f\x8b\x08\0\0\0", "compressed with gzip"),
+        (b"\x82\xa6params\x80", "neither safetensors nor a torch checkpoint"),
+        (b"PK\x03\x04 truncated", "truncated"),
+        (b"\x93NUMPY\x01\0", "NumPy array"),
+    ],
+)
+def test_a_file_that_is_something_else(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadFile, match=words) as caught:
+        SAE.load(tmp_path)
+    assert name in str(caught.value)
+    assert "run code" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_torchscript_archive(tmp_path: Path) -> None:
+    torch.jit.script(torch.nn.Linear(2, 2)).save(str(tmp_path / "sae.pt"))
+    with pytest.raises(BadFile, match=r"a TorchScript archive.*Save its tensors"):
+        SAE.load(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".msgpack", ".pkl", ".gz", ".bin", ".ckpt"])
+def test_other_suffixes(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"sae{suffix}").write_bytes(b"x")
+    with pytest.raises(
+        BadFile, match=rf"suffix is '\{suffix}'\. Accepted: \.safetensors, \.pt, \.pth\. Save the tensors"
+    ):
+        SAE.load(tmp_path / f"sae{suffix}")
+    with pytest.raises(BadFile, match="no SAE in"):
+        SAE.load(tmp_path)
+
+
+def test_the_content_decides_and_not_the_suffix(tmp_path: Path) -> None:
+    sae = make_full_sae("topk")
+    sae.export(tmp_path / "lens", "saelens")
+    (tmp_path / "lens" / "sae_weights.safetensors").rename(tmp_path / "lens" / "sae.pt")
+    torch.testing.assert_close(SAE.load(tmp_path / "lens").encode(X), sae.encode(X))
+    sae.export(tmp_path / "dl", "dictionary_learning")
+    (tmp_path / "dl" / "ae.pt").rename(tmp_path / "dl" / "ae.safetensors")
+    torch.testing.assert_close(SAE.load(tmp_path / "dl").encode(X), sae.encode(X))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"k": 0}, "k must be an integer between 1 and 24"),
+        ({"k": 2.5}, r"got 2\.5"),
+        ({"k": True}, "got True"),
+        ({"k": "3"}, "got '3'"),
+        ({"k": 25}, "got 25"),
+        ({"threshold": float("nan")}, "threshold must be a finite number, got nan"),
+        ({"threshold": "0.5"}, "threshold must be a finite number"),
+        ({"threshold": 10**400}, "threshold must be a finite number"),
+    ],
+)
+def test_given_settings_are_checked(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    make_full_sae("batchtopk").save(tmp_path)
+    with pytest.raises(BadParameter, match=words):
+        SAE.load(tmp_path, **options)
+
+
+def test_given_settings_replace_those_of_the_file(tmp_path: Path) -> None:
+    make_full_sae("batchtopk").save(tmp_path)
+    sae = SAE.load(tmp_path, k=5, threshold=1.5)
+    assert (sae.k, float(sae.threshold)) == (5, 1.5)  # type: ignore[arg-type]
+    assert SAE.load(tmp_path, kind="topk", k=5).encode(X).count_nonzero(dim=-1).max() == 5

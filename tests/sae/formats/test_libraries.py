@@ -126,3 +126,69 @@ def test_against_dictionary_learning(tmp_path: Path, kind: str, center: bool) ->
         torch.save(theirs.state_dict(), tmp_path / "ours" / "ae.pt")
         theirs, _ = utils.load_dictionary(str(tmp_path / "ours"), "cpu")
         check_sae(SAE.load(tmp_path / "ours"), theirs.encode(X), theirs(X))
+
+
+@pytest.mark.filterwarnings("ignore:saev normalizes")
+def test_against_saev(tmp_path: Path) -> None:
+    nn = pytest.importorskip("saev.nn", exc_type=ImportError)
+    config = pytest.importorskip("saev.config", exc_type=ImportError)
+    if not hasattr(config, "SparseAutoencoder"):
+        pytest.skip("this saev is newer than 0.1.0")
+    theirs: Any = fill(nn.SparseAutoencoder(config.SparseAutoencoder(d_vit=D, exp_factor=C // D)))
+    nn.dump(str(tmp_path / "sae.pt"), theirs)
+    with torch.no_grad():
+        x_hat, z, _ = theirs(X)
+    check_sae(SAE.load(tmp_path), z, x_hat)
+
+
+OVERCOMPLETE = {
+    "SAE": ({}, {"kind": "relu"}),
+    "TopKSAE": ({"top_k": K}, {"kind": "topk", "k": K}),
+    "BatchTopKSAE": ({}, {"kind": "batchtopk"}),
+    "JumpSAE": ({}, {}),
+    "RATopKSAE": ({"top_k": K, "points": random_tensor(C, D, seed=20)}, {"kind": "topk", "k": K}),
+}
+
+
+@pytest.mark.parametrize("name", OVERCOMPLETE)
+@pytest.mark.parametrize("encoder", ["linear", "mlp_bn_1", "tied", "untied"])
+def test_against_overcomplete(tmp_path: Path, name: str, encoder: str) -> None:
+    library = pytest.importorskip("overcomplete.sae", exc_type=ImportError)
+    arguments, options = OVERCOMPLETE[name]
+    module = encoder if encoder in ("linear", "mlp_bn_1") else None
+    theirs: Any = fill(getattr(library, name)(D, C, encoder_module=module, **arguments))
+    if module is None:
+        fill(getattr(theirs, encoder)(bias=True))
+    for seed in (21, 22):  # in training mode: estimates batch norm and threshold, and normalizes the dictionary
+        theirs(random_tensor(64, D, seed=seed))
+    theirs.eval()
+    torch.save(theirs.state_dict(), tmp_path / "sae.pt")
+    if name == "BatchTopKSAE":
+        options = options | {"threshold": float(theirs.running_threshold)}
+    with torch.no_grad():
+        _, z, x_hat = theirs(X)
+        check_sae(SAE.load(tmp_path, **options), z, x_hat)
+
+
+def test_against_the_loader_of_saelens_for_qwen_scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sae_lens = pytest.importorskip("sae_lens", exc_type=ImportError)
+    loaders = pytest.importorskip("sae_lens.loading.pretrained_sae_loaders", exc_type=ImportError)
+    repository = f"SAE-Res-Qwen3-1.7B-Base-W1K-L0_{K}"
+    s = {"W_enc": random_tensor(C, D, seed=1), "W_dec": random_tensor(D, C, seed=2)}
+    s |= {"b_enc": random_tensor(C, seed=3), "b_dec": random_tensor(D, seed=4)}
+    (tmp_path / repository).mkdir()
+    torch.save(s, tmp_path / repository / "layer5.sae.pt")
+    monkeypatch.setattr(loaders, "hf_hub_download", lambda filename, **_: tmp_path / repository / filename)
+    config, state, _ = loaders.qwen_scope_sae_huggingface_loader(f"Qwen/{repository}", "layer5.sae.pt")
+    theirs = sae_lens.TopKSAE(
+        sae_lens.TopKSAEConfig(
+            d_in=D,
+            d_sae=C,
+            k=config["activation_fn_kwargs"]["k"],
+            apply_b_dec_to_input=config["apply_b_dec_to_input"],
+            rescale_acts_by_decoder_norm=False,
+        )
+    )
+    theirs.load_state_dict(state)
+    with torch.no_grad():
+        check_sae(SAE.load(tmp_path), theirs.encode(X), theirs(X))

@@ -1,4 +1,4 @@
-"""Read and write SAEs in the layouts of torino, dictionary_learning, SAELens and sparsify.
+"""Read and write SAEs in the layouts of torino and of other libraries.
 
 A layout is recognized by the names of its tensors, not by file names:
 
@@ -11,6 +11,12 @@ dictionary_learning    encoder.weight (C, D), encoder.bias, decoder.weight (D, C
                        W_dec (C, D), b_dec, threshold, k, group_sizes
 SAELens                W_enc (D, C), b_enc, W_dec (C, D), b_dec[, threshold]           ``cfg.json``
 sparsify               encoder.weight (C, D), encoder.bias, W_dec (C, D), b_dec        ``cfg.json``
+saev                   W_enc (D, C), b_enc, W_dec (C, D), b_dec[,                      first line of the
+                       activation.threshold]                                           file
+Prisma                 W_enc (D, C), b_enc, W_dec (C, D), b_dec[, b_dec_out]           ``config.json``
+overcomplete           dictionary._weights (C, D) or dictionary.W and C, and           none
+                       encoder.final_block.0 or encoder.weight (C, D)
+Qwen-Scope             W_enc (C, D), b_enc, W_dec (D, C), b_dec                        name of the folder
 =====================  ==============================================================  ===================
 """
 
@@ -18,28 +24,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from torino.core.errors import BadFile, BadParameter, unknown_name
-from torino.sae.formats import dictionary_learning, native, saelens, sparsify
-from torino.sae.formats._common import ACCEPTED, GATED, CheckpointFile, SAEParts
+from torino.sae.formats import dictionary_learning, native, overcomplete, prisma, qwen_scope, saelens, saev, sparsify
+from torino.sae.formats._common import ACCEPTED, GATED, MAX_FLOAT, CheckpointFile, SAEParts
 from torino.sae.formats.locate import locate
 from torino.sae.model import SAE, Kind
 
-__all__ = ["LAYOUTS", "read_sae", "write_sae"]
+__all__ = ["LAYOUTS", "READ_ONLY", "read_sae", "write_sae"]
 
 LAYOUTS = ("torino", "dictionary_learning", "saelens")
-"""Layouts that :func:`write_sae` can write; sparsify can only be read."""
+"""Layouts that :func:`write_sae` can write."""
+READ_ONLY = ("sparsify", "saev", "prisma", "overcomplete", "qwen-scope")
+"""Layouts that can only be read."""
 
 
-def read_sae(source: str | Path, *, kind: Kind | None = None, decoder: bool = True) -> SAE:
+def read_sae(
+    source: str | Path,
+    *,
+    kind: Kind | None = None,
+    k: int | None = None,
+    threshold: float | None = None,
+    decoder: bool = True,
+) -> SAE:
     """Read an SAE from a folder, a file or a hub repository; see :meth:`SAE.load`."""
     if kind is not None and kind not in get_args(Kind):
         raise BadParameter(f"kind must be one of {', '.join(map(repr, get_args(Kind)))}, got {kind!r}.")
+    _check_threshold(threshold)
     file = CheckpointFile(locate(source))
-    sae = _select_reader(file)(file, decoder).build(file.path, kind)
+    sae = _select_reader(file)(file, decoder).build(file.path, kind, k, threshold)
     sae.names = native.read_names(file, sae.latents)
     sae.folder = file.path.parent
     return sae
@@ -66,17 +82,31 @@ def write_sae(sae: SAE, folder: str | Path, layout: str, dtype: torch.dtype = to
     return (dictionary_learning.write if layout == "dictionary_learning" else saelens.write)(sae, folder)
 
 
+def _check_threshold(value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MAX_FLOAT:
+        raise BadParameter(f"threshold must be a finite number, got {value!r}.")
+
+
 def _select_reader(file: CheckpointFile) -> Callable[[CheckpointFile, bool], SAEParts]:
     """Select the reader of a layout by the names of the tensors."""
     keys = file.keys
     if native.matches(file):
         return native.read
+    if file.json_header is not None:
+        return saev.read
+    if overcomplete.matches(file):
+        return overcomplete.read
     if keys & GATED:
         raise BadFile(f"{file.path} contains a gated SAE, which is not supported. Accepted: {ACCEPTED}.")
     if "encoder.weight" in keys:
         encoder_only = "decoder.weight" not in keys and file.has("cfg.json")  # sparsify may omit the decoder
         return sparsify.read if "W_dec" in keys or encoder_only else dictionary_learning.read
     if "W_enc" in keys:
-        return dictionary_learning.read if dictionary_learning.matches(file) else saelens.read
+        for layout in (prisma, qwen_scope, dictionary_learning):
+            if layout.matches(file):
+                return layout.read
+        return saelens.read
     names = ", ".join(sorted(keys)[:12]) or "no tensors"
     raise BadFile(f"{file.path} has an unknown layout: it contains {names}. Accepted: {ACCEPTED}.")

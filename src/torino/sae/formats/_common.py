@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from torino.core.errors import BadFile, TorinoError
-from torino.core.io import read_checkpoint, read_json, read_safetensors
+from torino.core.errors import BadFile, PickledObject, TorinoError, pickled_object
+from torino.core.filetype import explain, identify
+from torino.core.io import read_checkpoint, read_json, read_json_line, read_safetensors
 from torino.core.tokens import FLOATS
 from torino.sae.card import SAECard
-from torino.sae.model import SAE, Kind, Normalize
+from torino.sae.model import SAE, Kind, Normalize, validate_k
 
 CHECKPOINTS = (".pt", ".pth")
 SUFFIXES = (".safetensors", *CHECKPOINTS)
 GATED = frozenset({"r_mag", "gate_bias", "mag_bias", "b_gate", "b_mag"})
 ACCEPTED = (
-    "ReLU, TopK, BatchTopK, Matryoshka and JumpReLU SAEs in the layout of torino, dictionary_learning, SAELens or "
-    "sparsify"
+    "ReLU, TopK, BatchTopK, Matryoshka and JumpReLU SAEs in the layout of torino, dictionary_learning, SAELens, "
+    "sparsify, saev, Prisma, overcomplete or Qwen-Scope"
 )
+MAX_FLOAT = sys.float_info.max
 THRESHOLDED = ("batchtopk", "matryoshka", "jumprelu")
+CONVERT = {  # how to convert files in which a library pickles its objects
+    "vit_prisma": (
+        "In an environment you trust, load it with Prisma as sae, then run torch.save(sae.state_dict(), 'weights.pt') "
+        "and sae.cfg.save_config('config.json') in one folder."
+    ),
+    "overcomplete": (
+        "In an environment you trust, load it with overcomplete as sae, then run "
+        "torch.save(sae.eval().state_dict(), 'sae.pt')."
+    ),
+}
 
 
 class TensorNames(NamedTuple):
@@ -42,14 +54,23 @@ class TensorNames(NamedTuple):
 class CheckpointFile:
     """A file of named tensors and the JSON files in its folder; tensors are checked when they are read.
 
-    A safetensors file is read tensor by tensor, a torch checkpoint at once.
+    The content decides how it is read, not the suffix: a safetensors file tensor by tensor, a torch checkpoint at
+    once. ``json_header`` is the line of JSON with which files of saev begin.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header: dict[str, str] = {}
+        self.json_header: dict[str, Any] | None = None
         self._values: dict[str, Any] | None = None
-        if path.suffix == ".safetensors":
+        if path.suffix not in SUFFIXES:
+            raise BadFile(
+                f"Cannot read an SAE from {path}: the suffix is {path.suffix!r}. Accepted: {', '.join(SUFFIXES)}. Save "
+                "the tensors as safetensors, or as a state dict with torch.save."
+            )
+        kind = identify(path)
+        self.is_checkpoint = kind != "safetensors"
+        if kind == "safetensors":
             names: list[str] = []
 
             def collect_name(name: str) -> bool:
@@ -58,13 +79,17 @@ class CheckpointFile:
 
             _, self.header = read_safetensors(path, collect_name)
             self.keys = frozenset(names)
-        elif path.suffix in CHECKPOINTS:
-            self._values = read_checkpoint(path)
-            self.keys = frozenset(str(name) for name in self._values)
-        else:
-            raise BadFile(
-                f"Cannot read an SAE from {path}: the suffix is {path.suffix!r}. Accepted: {', '.join(SUFFIXES)}."
-            )
+            return
+        start = 0
+        if kind == "json header":
+            self.json_header, start = read_json_line(path)
+        elif kind != "torch":
+            raise BadFile(f"{path} was not loaded: {explain(kind)}")
+        try:
+            self._values = read_checkpoint(path, start)
+        except PickledObject as error:
+            raise pickled_object(path, error.name, CONVERT.get(error.name.split(".")[0], "")) from error
+        self.keys = frozenset(str(name) for name in self._values)
 
     def has(self, name: str) -> bool:
         """Return whether the folder of the weights contains a file of this name."""
@@ -80,12 +105,21 @@ class CheckpointFile:
             f"{name!r} in {self.path} {problem} The file is damaged or has an unknown layout: download it again."
         )
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor of a torch checkpoint without checking its values; None if there is none."""
+        value = (self._values or {}).get(name)
+        return tuple(value.shape) if isinstance(value, Tensor) else None
+
     def tensor(self, name: str) -> Tensor:
         """Return a finite floating-point tensor as float32."""
         value = self._read(name)
         if not isinstance(value, Tensor) or value.dtype not in FLOATS:
             actual = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
             raise self.error(name, f"is {actual}, not a floating-point tensor.")
+        if value.layout != torch.strided or value.is_meta:
+            raise self.error(name, f"is a {'meta' if value.is_meta else 'sparse'} tensor, not a dense one.")
+        if value.nbytes > value.untyped_storage().nbytes():
+            raise self.error(name, f"has shape {tuple(value.shape)}, but the file has fewer values.")
         if not bool(torch.isfinite(value).all()):
             raise self.error(name, "contains NaN or infinite values.")
         return value.float()
@@ -97,16 +131,18 @@ class CheckpointFile:
             raise self.error(name, f"has shape {tuple(value.shape)}, but {reference!r} requires {shape}.")
         return value
 
-    def number(self, name: str) -> float | None:
-        """Return a single number, or None if there is no tensor of this name."""
+    def number(self, name: str) -> float | int | None:
+        """Return a single finite number, or None if there is none of this name."""
         value = self._read(name) if name in self.keys else None
         if isinstance(value, Tensor):
-            if value.numel() != 1:
+            if value.numel() != 1 or value.is_meta:
                 raise self.error(name, f"has shape {tuple(value.shape)}, not a single number.")
             value = value.item()
-        if value is not None and not (isinstance(value, int | float) and isfinite(value)):
-            raise self.error(name, f"is {value!r}, not a finite number.")
-        return None if value is None else float(value)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_FLOAT <= value <= MAX_FLOAT:
+            raise self.error(name, f"is {shorten(value)}, not a finite number.")
+        return value
 
     def threshold(self, latents: int) -> Tensor | None:
         """Return the threshold, one number or one per latent; None if there is none."""
@@ -124,7 +160,9 @@ class CheckpointFile:
         if name not in self.keys:
             return None
         value = self._read(name)
-        return as_integers(value.tolist() if isinstance(value, Tensor) else value)
+        if isinstance(value, Tensor):
+            value = None if value.is_meta else value.tolist()
+        return check_integers(value, name, self.path)
 
     def parts(self, names: TensorNames, kind: Kind, decoder: bool) -> SAEParts:
         """Read the four tensors, as (C, D), and check their shapes; ``W_dec`` only if ``decoder``."""
@@ -155,19 +193,25 @@ class CheckpointFile:
 
 @dataclass
 class SAEParts:
-    """Mutable tensors and settings of an SAE before it is built; matrices are (C, D)."""
+    """Mutable tensors and settings of an SAE before it is built; matrices are (C, D).
+
+    ``kind`` is None if the file does not define it. ``advice`` tells what to do if the file lacks a setting.
+    ``inclusive`` is for libraries that keep latents equal to the threshold; torino keeps those above it.
+    """
 
     W_enc: Tensor
     b_enc: Tensor
     W_dec: Tensor | None
     b_dec: Tensor
-    kind: Kind
+    kind: Kind | None
     k: int | None = None
     threshold: Tensor | float | None = None
     groups: tuple[int, ...] | None = None
     center: bool = True
     normalize: Normalize = "none"
     card: SAECard = field(default_factory=SAECard)
+    advice: str = ""
+    inclusive: bool = False
 
     @classmethod
     def of(cls, sae: SAE) -> SAEParts:
@@ -179,16 +223,24 @@ class SAEParts:
         tensors = (W_enc, sae.b_enc.cpu(), W_dec, sae.b_dec.cpu())
         return cls(*tensors, sae.kind, sae.k, threshold, sae.groups, sae.center, sae.normalize, sae.card)
 
-    def build(self, path: Path, kind: Kind | None = None) -> SAE:
-        """Create the SAE; ``kind`` overrides the kind in the file."""
+    def build(self, path: Path, kind: Kind | None = None, k: int | None = None, threshold: float | None = None) -> SAE:
+        """Create the SAE; ``kind``, ``k`` and ``threshold`` override those of the file."""
         options = {name: getattr(self, name) for name in ("k", "threshold", "groups", "center", "normalize", "card")}
+        given = {"k": validate_k(k, len(self.W_enc)), "threshold": threshold}
+        options |= {name: value for name, value in given.items() if value is not None}
         kind, tensors = kind or self.kind, (self.W_enc, self.b_enc, self.W_dec, self.b_dec)
-        if kind == "relu":
+        if kind is None:
+            raise BadFile(f"{path} does not define the kind of the SAE. {self.advice}")
+        if self.inclusive and options["threshold"] is not None:
+            value = torch.as_tensor(options["threshold"], dtype=torch.float32)
+            options["threshold"] = torch.nextafter(value, torch.zeros_like(value))
+        if kind == "relu" and threshold is None:
             options["threshold"] = None  # a relu SAE has none, even if the file does
+        advice = f" {self.advice}" if self.advice and kind == "topk" and options["k"] is None else ""
         try:
             return SAE(*tensors, kind=kind, **options)
         except TorinoError as error:
-            raise BadFile(f"{path} is not a valid SAE: {error}") from error
+            raise BadFile(f"{path} is not a valid SAE: {error}{advice}") from error
 
     def set_center(self, center: bool) -> SAEParts:
         """Set ``center`` and adjust the encoder bias so that no latent changes."""
@@ -215,18 +267,61 @@ class SAEParts:
 
 
 def as_integer(value: object) -> int | None:
-    """Return a number without fraction as int, anything else as None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """Return a number without fraction as int, anything else as None, also a number that is not below 2**63."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 63:
         return None
     return int(value) if value == value // 1 else None
 
 
-def as_integers(value: object) -> tuple[int, ...] | None:
-    """Return a list of integers as a tuple, anything else as None."""
-    if not isinstance(value, list | tuple):
+def check_integers(value: object, name: str, where: object) -> tuple[int, ...]:
+    """Return a list of integers as a tuple; raise :class:`BadFile` for anything else."""
+    numbers = [as_integer(item) for item in cast(list[object], value)] if isinstance(value, list | tuple) else [None]
+    if None in numbers:
+        raise BadFile(f"{where} has {name} = {shorten(value)}. Accepted: a list of integers. Download it again.")
+    return cast(tuple[int, ...], tuple(numbers))
+
+
+def check_k(value: object, latents: int, where: object, *, average: bool = False) -> int | None:
+    """Return k, None if it is missing; raise :class:`BadFile` unless it is an integer from 1 to ``latents``.
+
+    ``average``: k is the average of a batch and may have a fraction, which is rounded.
+    """
+    if value is None:
         return None
-    numbers = [as_integer(item) for item in cast(list[object], value)]
-    return None if None in numbers else cast(tuple[int, ...], tuple(numbers))
+    k = max(1, round(value)) if average and isinstance(value, float) and 0 < value < latents else as_integer(value)
+    if k is None or not 1 <= k <= latents:
+        raise BadFile(
+            f"{where} has k = {shorten(value)}. Accepted: an integer from 1 to {latents}, the number of latents. "
+            "The file is damaged: download it again, or correct it."
+        )
+    return k
+
+
+def check_flag(values: Mapping[str, Any], name: str, default: bool, where: object) -> bool:
+    """Return a setting that is true or false; raise :class:`BadFile` for anything else."""
+    value = values.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise BadFile(
+            f"{where} has {name} = {shorten(value)}. Accepted: true or false. Correct it or download it again."
+        )
+    return value
+
+
+def check_size(value: object, expected: int, name: str, where: object) -> None:
+    """Raise :class:`BadFile` if a size in a config is not that of the weights; a missing size is not checked."""
+    if value is not None and (isinstance(value, bool) or value != expected):
+        raise BadFile(
+            f"{where} has {name} = {shorten(value)}, but the weights have {expected}. The two do not belong together: "
+            "download both again."
+        )
+
+
+def shorten(value: object) -> str:
+    """Return a value of a file for an error message, in at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def get_section(values: Mapping[str, Any] | None, name: str) -> dict[str, Any]:

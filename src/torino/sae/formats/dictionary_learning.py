@@ -14,12 +14,12 @@ from torino.core.errors import BadFile, BadParameter
 from torino.core.io import read_json, write_atomic, write_json
 from torino.sae.formats._common import (
     ACCEPTED,
-    CHECKPOINTS,
     CheckpointFile,
     SAEParts,
     TensorNames,
     as_integer,
-    as_integers,
+    check_integers,
+    check_k,
     get_section,
     make_card,
     parse_block,
@@ -41,7 +41,7 @@ def matches(file: CheckpointFile) -> bool:
         return False
     if file.keys & {"k", "group_sizes"}:
         return True
-    if file.path.suffix in CHECKPOINTS:  # SAELens writes safetensors only
+    if file.is_checkpoint:  # SAELens writes safetensors only
         return True
     return not file.has("cfg.json") and bool(_trainer(_config(file)))
 
@@ -51,10 +51,13 @@ def read(file: CheckpointFile, decoder: bool) -> SAEParts:
     config = _config(file)
     trainer = _trainer(config)
     parts = (_read_parameters if "W_enc" in file.keys else _read_linear)(file, trainer, decoder)
-    k = file.number("k")
-    parts.k = as_integer(trainer.get("k")) if k is None else int(k)
+    latents, k = len(parts.W_enc), file.number("k")
+    where = f"config.json of {file.path}"
+    parts.k = check_k(trainer.get("k"), latents, where) if k is None else check_k(k, latents, file.path)
     if parts.kind == "matryoshka":
-        parts.groups = file.integers("group_sizes") or as_integers(trainer.get("group_sizes"))
+        parts.groups = file.integers("group_sizes")
+        if parts.groups is None and trainer.get("group_sizes") is not None:
+            parts.groups = check_integers(trainer["group_sizes"], "group_sizes", where)
     parts.card = make_card(_path_facts(file.path), _facts(trainer), get_section(config, "torino"))
     return parts
 

@@ -17,8 +17,10 @@ from torino.sae.formats._common import (
     CheckpointFile,
     SAEParts,
     TensorNames,
-    as_integer,
-    as_integers,
+    check_flag,
+    check_integers,
+    check_k,
+    check_size,
     make_card,
 )
 from torino.sae.model import SAE
@@ -58,14 +60,14 @@ def read(file: CheckpointFile, decoder: bool) -> SAEParts:
         )
     decoder = decoder and card.get("decoder") is not False  # the card says so if the file has no decoder
     parts = file.parts(TensorNames(), card.get("kind", ""), decoder)
-    for name, size in (("latents", parts.W_enc.shape[0]), ("width", parts.W_enc.shape[1])):
-        if card.get(name, size) != size:
-            raise BadFile(f"{path} has {name} = {card[name]!r}, but the weights have {size}. Save the SAE again.")
-    parts.k, parts.groups = as_integer(card.get("k")), as_integers(card.get("groups"))
-    if parts.groups is None and card.get("groups") is not None:
-        raise BadFile(f"{path} has groups = {card['groups']!r}. Accepted: a list of integers.")
-    parts.threshold = file.threshold(parts.W_enc.shape[0])
-    parts.center, parts.normalize = bool(card.get("center", True)), card.get("normalize", "none")
+    latents, width = parts.W_enc.shape
+    check_size(card.get("latents"), latents, "latents", path)
+    check_size(card.get("width"), width, "width", path)
+    parts.k = check_k(card.get("k"), latents, path)
+    if card.get("groups") is not None:
+        parts.groups = check_integers(card["groups"], "groups", path)
+    parts.threshold = file.threshold(latents)
+    parts.center, parts.normalize = check_flag(card, "center", True, path), card.get("normalize", "none")
     parts.card = make_card(card)
     return parts
 

@@ -13,11 +13,15 @@ from torch import Tensor
 from torino.core.errors import BadFile
 from torino.core.io import read_safetensors, write_arrays, write_json
 from torino.sae.formats._common import (
+    MAX_FLOAT,
     CheckpointFile,
     SAEParts,
     TensorNames,
     as_integer,
-    as_integers,
+    check_flag,
+    check_integers,
+    check_k,
+    check_size,
     get_section,
     make_card,
     parse_block,
@@ -53,17 +57,19 @@ def read(file: CheckpointFile, decoder: bool) -> SAEParts:
     metadata = get_section(config, "metadata")
     details = get_section(metadata, "training_architecture_details")
     architecture = _architecture(file.path, config, metadata)
-    rescale = architecture in RESCALED and bool(config.get("rescale_acts_by_decoder_norm"))
+    where = f"cfg.json next to {file.path}"
+    rescale = architecture in RESCALED and check_flag(config, "rescale_acts_by_decoder_norm", False, where)
     parts = file.parts(NAMES, KINDS[architecture], decoder or rescale)
-    _check_sizes(file.path, config, parts)
-    parts.center = bool(config.get("apply_b_dec_to_input", True))
+    latents, width = parts.W_enc.shape
+    check_size(config.get("d_sae"), latents, "d_sae", where)
+    check_size(config.get("d_in"), width, "d_in", where)
+    parts.center = check_flag(config, "apply_b_dec_to_input", True, where)
     kwargs = get_section(config, "activation_fn_kwargs")
     k = next((value for value in (config.get("k"), kwargs.get("k"), details.get("k")) if value is not None), None)
-    # k of BatchTopK is an average and may have a fraction
-    parts.k = round(k) if architecture != "topk" and isinstance(k, float) else as_integer(k)
-    parts.threshold = _threshold(file, architecture, len(parts.W_enc))
+    parts.k = check_k(k, latents, where, average=architecture != "topk")  # k of BatchTopK is an average
+    parts.threshold = _threshold(file, architecture, latents)
     _restore_training(parts, architecture, metadata)
-    parts.groups = _groups(config.get("matryoshka_widths") or details.get("matryoshka_widths"), len(parts.W_enc))
+    parts.groups = _groups(config.get("matryoshka_widths") or details.get("matryoshka_widths"), latents, where)
     _fold_finetuning(file, config, parts)
     _fold_input(file, config, parts, rescale)
     parts.W_dec = parts.W_dec if decoder else None
@@ -90,15 +96,6 @@ def _architecture(path: Path, config: dict[str, Any], metadata: dict[str, Any]) 
     return architecture
 
 
-def _check_sizes(path: Path, config: dict[str, Any], parts: SAEParts) -> None:
-    for name, size in (("d_sae", parts.W_enc.shape[0]), ("d_in", parts.W_enc.shape[1])):
-        if config.get(name) is not None and config[name] != size:
-            raise BadFile(
-                f"cfg.json next to {path} has {name} = {config[name]!r}, but 'W_enc' has {size}. "
-                "The two files do not belong together: download both again."
-            )
-
-
 def _threshold(file: CheckpointFile, architecture: str, latents: int) -> Tensor | float | None:
     if "topk_threshold" in file.keys:
         return file.number("topk_threshold")
@@ -118,11 +115,11 @@ def _restore_training(parts: SAEParts, architecture: str, metadata: dict[str, An
             parts.threshold = parts.threshold[0]
 
 
-def _groups(widths: object, latents: int) -> tuple[int, ...] | None:
+def _groups(widths: object, latents: int, where: str) -> tuple[int, ...] | None:
     """Convert the cumulative widths of SAELens to group sizes."""
-    ends = as_integers(widths)
-    if not ends:
+    if not widths:
         return None
+    ends = check_integers(widths, "matryoshka_widths", where)
     ends = ends if ends[-1] == latents else (*ends, latents)  # the library adds the last level itself
     return tuple(end - start for start, end in pairwise((0, *ends)))
 
@@ -135,7 +132,7 @@ def _fold_finetuning(file: CheckpointFile, config: dict[str, Any], parts: SAEPar
         factor = file.tensor_of_shape(name, (len(parts.W_enc),), "W_enc")
         if torch.allclose(factor, torch.ones_like(factor)):  # some versions always wrote it
             continue
-        if not config.get("finetuning_scaling_factor"):
+        if not check_flag(config, "finetuning_scaling_factor", False, f"cfg.json next to {file.path}"):
             raise file.error(name, "is not 1, but cfg.json does not set finetuning_scaling_factor.")
         parts.W_dec = parts.W_dec * factor[:, None]
 
@@ -160,7 +157,7 @@ def _fold_input(file: CheckpointFile, config: dict[str, Any], parts: SAEParts, r
 
 def _fold_scale(file: CheckpointFile, parts: SAEParts, rescale: bool) -> None:
     scale = (file.json(SCALER) or {}).get("scaling_factor")
-    if not isinstance(scale, int | float) or not 0 < scale < float("inf"):
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < MAX_FLOAT:
         raise BadFile(
             f"{file.path} was trained on scaled activations (normalize_activations='expected_average_only_in'), but "
             f"{SCALER} with the scale is missing or empty. Download that file too, or fold the scale with SAELens "
