@@ -102,7 +102,7 @@ def test_errors_are_one_sentence(home: Path, tmp_path: Path) -> None:
         ("--padding", "stretch", "'crop', 'square'"),
         ("--positions", "own", "'auto', 'compact', 'original'"),
         ("--attention", "heavy", "'auto', 'plain', 'proportional'"),
-        ("--prompts", "mine", "'standard', 'vlmevalkit', 'llava'"),
+        ("--prompts", "mine", "'auto', 'plain', 'standard', 'vlmevalkit', 'llava'"),
         ("--on-error", "cry", "'skip', 'stop'"),
     ],
 )

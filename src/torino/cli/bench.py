@@ -22,6 +22,8 @@ from torino.cli._common import (
     MethodsOption,
     PaddingOption,
     PositionsOption,
+    all_methods,
+    check_sae_names,
     errors,
     examples,
     find_package,
@@ -29,6 +31,7 @@ from torino.cli._common import (
     load_session,
     memory_errors,
     missing_sae,
+    named_methods,
     note,
     out,
     parse_budgets,
@@ -37,7 +40,7 @@ from torino.cli._common import (
     split_list,
 )
 from torino.cli._progress import progress
-from torino.core.errors import BadParameter
+from torino.core.errors import BadParameter, TorinoError
 
 if TYPE_CHECKING:
     from torino.evaluation.latency import BenchPlan
@@ -69,11 +72,17 @@ def bench(
         ),
     ] = None,
     methods: MethodsOption = "all",
-    sae: Annotated[list[str] | None, typer.Option(help="SAE, several allowed; 'none' runs without one.")] = None,
+    sae: Annotated[
+        list[str] | None,
+        typer.Option(callback=check_sae_names, help="SAE, several allowed; 'none' runs without one."),
+    ] = None,
     budget: Annotated[str, typer.Option(help="Tokens per image, separated by commas, or 'none'.")] = "192,128,64",
     kd: Annotated[
-        str, typer.Option("--kd", help="Pairs k,delta of dynamic TORINO, separated by spaces, or 'none'.")
-    ] = "3,3 2,2 1,1",
+        str | None,
+        typer.Option(
+            "--kd", help="Pairs k,delta of dynamic TORINO, separated by spaces, or 'none' (default: 3,3 2,2 1,1)."
+        ),
+    ] = None,
     count: Annotated[int, typer.Option(help="Images on which reducers are timed.")] = 50,
     warmups: Annotated[int, typer.Option(help="Untimed images before that.")] = 10,
     answers: Annotated[int, typer.Option(help="Images on which whole answers are timed; 0 for none.")] = 10,
@@ -119,7 +128,7 @@ def bench(
     settings, left_out = _settings(
         methods,
         parse_budgets("--budget", budget),
-        parse_pairs(kd),
+        None if kd is None else parse_pairs(kd),
         saes,
         with_model=model is not None,
         with_clip=clip is not None,
@@ -155,6 +164,10 @@ def bench(
         write_json(output, document)
         text = f"Wrote {output}. Next: torino plot {output} -o figures"
         out.print(escape(text), highlight=False, soft_wrap=True)
+    named = named_methods(split_list(methods))
+    failed = [why for setting, why in bench_run.left_out if setting.method in named]
+    if failed or not any(row.reducer is not None for row in bench_run.rows):
+        raise TorinoError(f"Not all methods that were asked for could be measured. {(failed or bench_run.notes)[0]}")
 
 
 def _load_saes(names: list[str], device: Any) -> dict[str, Any]:
@@ -192,7 +205,7 @@ def _with_prefilter(saes: dict[str, Any], prefilter: PrefilterChoice) -> tuple[d
 def _settings(
     methods: str,
     budgets: list[int],
-    pairs: list[tuple[int, int]],
+    pairs: list[tuple[int, int]] | None,
     saes: dict[str, Any],
     *,
     with_model: bool,
@@ -201,42 +214,41 @@ def _settings(
     """Return the settings that the options describe, and notes about what 'all' leaves out."""
     from torino.evaluation.protocol import (
         FULL,
+        KD_METHODS,
+        KD_PAIRS,
         dynamic_settings,
         fixed_settings,
         has_parameter,
         own_settings,
         split_specs,
     )
-    from torino.reducers import get, list_reducers
+    from torino.reducers import get
 
     words, notes = split_list(methods), list[str]()
+    if not words:
+        raise BadParameter("--methods is empty. Name methods, or omit it for all.")
     names, specs = [word for word in words if "(" not in word], [word for word in words if "(" in word]
     if "all" in names:
-        names = [name for name in list_reducers() if not get(name).ablation]
-        left_out = {
-            "which read concepts: give --sae": [name for name in names if has_parameter(name, "sae") and not saes],
-            "which read the question: give --clip": [
-                name for name in names if with_model and not with_clip and get(name).needs & {"joint", "text"}
-            ],
-            "which run inside a vision tower: give --model": [
-                name for name in names if not with_model and get(name).in_tower
-            ],
-        }
-        notes = [f"Left out: {', '.join(group)}, {reason}." for reason, group in left_out.items() if group]
-        names = [name for name in names if not any(name in group for group in left_out.values())]
+        every, notes = all_methods(sae=bool(saes), clip=with_clip or not with_model, tower=with_model)
+        names = [*every, *(name for name in names if name not in ("all", *every))]
     for name in [*names, *(spec.partition("(")[0] for spec in specs)]:
         get(name)
         if has_parameter(name, "sae") and not saes:
             raise missing_sae(name)
     labels = list(saes)
     budgeted, as_written = split_specs(specs)
+    if pairs and not set(names) & set(KD_METHODS):
+        raise BadParameter("--kd sets k and delta of torino-p and torino-m, and neither is among --methods. Omit it.")
+    pairs = list(KD_PAIRS) if pairs is None else pairs
+    idle = [name for name in names if not budgets and not (pairs and name in KD_METHODS)]
+    idle += [spec for spec in budgeted if not budgets and spec not in as_written]
+    if idle:
+        raise BadParameter(f"{idle[0]} has no number of tokens to be measured at. Give --budget, or leave it out.")
     settings = [
         *own_settings(as_written, labels),
         *dynamic_settings(names, labels, pairs),
         *fixed_settings([*names, *budgeted], budgets, labels, 1),
     ]
-    if not settings:
-        raise BadParameter("There is nothing to measure. Give --methods, and --budget or --kd.")
     if len(labels) > 1:
         settings = [replace(s, label=f"{s.label}, {s.sae}") if s.sae else s for s in settings]
     return [FULL, *settings] if with_model else settings, notes

@@ -184,6 +184,9 @@ def _parse_settings(method: str, kd: Sequence[str], budget: str | None, keep: st
         )
     if kd and not {"k", "delta"} <= set(_parameters(method)):
         raise BadParameter(f"--kd sets k and delta, which {reducer.name} does not have. Use --budget or --keep.")
+    for option, texts in {"--kd": kd, "--budget": [budget or ""]}.items():
+        if any(text.strip() == "none" for text in texts):
+            raise BadParameter(f"{option} none leaves nothing to draw. Give a value, or omit {option}.")
     pairs = [pair for text in kd for pair in parse_pairs(text)]
     sizes = [] if budget is None else [LookSetting(budget=count) for count in parse_budgets("--budget", budget)]
     sizes += [] if keep is None else [LookSetting(keep=parse_share(word.strip())) for word in keep.split(",")]
