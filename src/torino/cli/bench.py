@@ -39,6 +39,7 @@ from torino.cli._common import (
     quiet_transformers,
     split_list,
 )
+from torino.cli._photos import default_photo_sae, photo_tokens
 from torino.cli._progress import progress
 from torino.core.errors import BadParameter, TorinoError
 
@@ -123,7 +124,10 @@ def bench(
     package = find_package(model)
     if not sae and package is not None and package.sae is not None:
         sae = [str(model)]
-    saes = _load_saes(sae or (["example"] if model is None and tokens is None else []), target)
+    if not sae and model is None and tokens is None:
+        sae = [default_photo_sae()]
+    saes = _load_saes(sae or [], target)
+    first_sae = next(iter(saes.values()), None)
     saes, notes = _with_prefilter(saes, prefilter)
     settings, left_out = _settings(
         methods,
@@ -139,10 +143,13 @@ def bench(
         bench_run.notes += [*notes, *left_out]
         if model is None:
             from torino.core.tokens import load_tokens
-            from torino.datasets.bundled import example_tokens
 
-            loaded = example_tokens() if tokens is None else load_tokens(tokens)
-            source = "the four bundled photos as tokens" if tokens is None else f"{len(loaded)} images of {tokens.name}"
+            loaded = photo_tokens(sae[0] if sae else None, first_sae) if tokens is None else load_tokens(tokens)
+            source = (
+                f"the four bundled photos as tokens of {loaded[0].origin}"
+                if tokens is None
+                else f"{len(loaded)} images of {tokens.name}"
+            )
             bench_run.on_tokens(loaded, target, source)
         else:
             from torino.vlm.loading import check_model
@@ -318,6 +325,14 @@ def _print(document: dict[str, Any]) -> None:
         out.print(
             f"First token and whole answer: mean of {protocol['answers']} answers of {protocol['answer_tokens']} "
             "tokens each, image processor and tower included.",
+            highlight=False,
+            soft_wrap=True,
+        )
+    exit_ = protocol.get("early_exit")
+    if exit_:
+        out.print(
+            f"In all rows, also with all tokens, the tower stops after block {exit_['blocks']} of {exit_['of']}. The "
+            f"stock model runs all: {1e3 * max(exit_['all_seconds'] - exit_['seconds'], 0):.1f} ms more.",
             highlight=False,
             soft_wrap=True,
         )

@@ -281,6 +281,8 @@ def _summarize(setting: LookSetting, plan: Reduction, names: Mapping[int, str]) 
 
 
 def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
+    from torino.core.explanation import format_removed
+
     table = Table(box=None, pad_edge=False)
     headings = {"k": "k", "delta": "δ", "budget": "budget", "keep": "keep"}
     given = [name for name in headings if any(name in summary for summary in summaries)]
@@ -292,7 +294,7 @@ def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             *(_format_option(name, summary.get(name)) for name in given),
             f"[bold]{summary['tokens']}[/]",
-            f"{summary['removed']:.1%}",
+            format_removed(1, 1 - summary["removed"]),
             str(summary["single"]),
             groups or "none",
         )

@@ -139,6 +139,8 @@ class Bench:
         name, source : str
             Descriptions of the model and the images.
         """
+        from torino.vlm.early_exit import measure_early_exit
+
         picked = self.plan.pick(len(images))
         reducers = [row.reducer for row in self.rows]
 
@@ -153,8 +155,10 @@ class Bench:
         self._try(lambda row: module(row, first, False))
         self._rounds(picked, encode, module)
         self._count_survivors(lambda reducer: first.run(reducer)[0].tokens)
+        exit_ = None
         if self.plan.answers:
             self._time_answers(vlm, [images[index] for index in picked], question)
+            exit_ = measure_early_exit(vlm, first.inputs, self.plan.answers)
         else:
             self.rows = [row for row in self.rows if row.reducer is not None]
         self.about = {
@@ -171,6 +175,7 @@ class Bench:
             "answers": self.plan.answers,
             "answer_tokens": self.plan.length,
             "memory": "answer" if self.plan.answers else None,
+            "early_exit": None if exit_ is None else exit_.to_dict(),
         }
 
     def _time_reducer(self, row: BenchRow, reducer: Reducer, encoded: Encoded, keep: bool) -> None:
