@@ -167,13 +167,13 @@ def all_methods(*, sae: bool, clip: bool, tower: bool = True) -> tuple[list[str]
 
     names = default_methods(text_query=True)
     left_out = {
-        "--sae for methods that read concepts": [name for name in names if not sae and reads_concepts(name)],
-        "--clip for methods that read the question": [
+        "which read concepts: give --sae": [name for name in names if not sae and reads_concepts(name)],
+        "which read the question: give --clip": [
             name for name in names if not clip and get(name).needs & {"joint", "text"}
         ],
-        "--model for methods inside the vision tower": [name for name in names if not tower and get(name).in_tower],
+        "which run inside a vision tower: give --model": [name for name in names if not tower and get(name).in_tower],
     }
-    notes = [f"Left out: {', '.join(group)}. Give {option}." for option, group in left_out.items() if group]
+    notes = [f"Left out: {', '.join(group)}, {reason}." for reason, group in left_out.items() if group]
     return [name for name in names if not any(name in group for group in left_out.values())], notes
 
 

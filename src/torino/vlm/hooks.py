@@ -30,6 +30,8 @@ SIGNALS = {
     "head_keys": ("key",),  # (N, width / heads): mean over heads
     "queries": ("query",),  # (N, width)
 }
+
+
 @dataclass
 class BlockCount:
     """Blocks of a tower that its feature layer and the captured signals need, and all of its blocks; 0 if unknown."""
