@@ -245,7 +245,9 @@ def _settings(
     labels = list(saes)
     budgeted, as_written = split_specs(specs)
     if pairs and not set(names) & set(KD_METHODS):
-        raise BadParameter("--kd has no effect: neither torino-p nor torino-m is measured. Name one of them, or omit it.")
+        raise BadParameter(
+            "--kd has no effect: neither torino-p nor torino-m is measured. Name one of them, or omit it."
+        )
     pairs = list(KD_PAIRS) if pairs is None else pairs
     idle = [name for name in names if not budgets and not (pairs and name in KD_METHODS)]
     idle += [spec for spec in budgeted if not budgets and spec not in as_written]

@@ -220,7 +220,8 @@ def _report_implausible(run: Run, tasks: list[Task], answers: Answers) -> None:
     """Print what makes the scores of the run meaningless, last, so that it is not overlooked."""
     from torino.evaluation.plausibility import find_implausible
 
-    for item in find_implausible(run, {task.name: task for task in tasks}, lambda *key: answers.get(key, ())):
+    opened = {task.name: task for task in tasks}
+    for item in find_implausible(run, opened, lambda task, setting: answers.get((task, setting), ())):
         warn(item.text)
 
 
