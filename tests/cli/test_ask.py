@@ -60,6 +60,8 @@ def test_command_answers_beside_its_baseline(home: Path, tmp_path: Path, vlm: VL
     assert f"16 → {expected.after} image tokens" in said
     for word in ("by torino-m(k=1, delta=1)", "padding crop", "tower", "prefill", "decode", "total", "first token"):
         assert word in said
+    assert f"{expected.after} instead of 16 tokens: first token " in said
+    assert "In both, the tower stops after block 2 of 3, which saves " in said
     assert noise == "", "chatter of transformers on the screen"
     assert Image.open(drawn).size[0] > 300
 

@@ -30,12 +30,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bench(home: Path, *options: str | Path) -> tuple[dict[str, Any], str]:
+def bench(home: Path, *options: str | Path, code: int = 0) -> tuple[dict[str, Any], str]:
     """Run the command and return its JSON and what it printed."""
     target = home / "bench.json"
     target.unlink(missing_ok=True)
     device = () if "--device" in options else ("--device", "cpu")
-    text = run_torino("bench", *options, *device, "-o", target).text
+    text = run_torino("bench", *options, *device, "-o", target, code=code).text
     return json.loads(target.read_text()), text
 
 
@@ -63,6 +63,10 @@ def test_with_a_model_up_to_the_whole_answer(home: Path) -> None:
     assert str(home) not in json.dumps(document)
     assert (document["protocol"]["family"], document["protocol"]["dtype"]) == ("llava", "float32")
     assert "mean of 2 answers of 3 tokens each" in text
+    early_exit = document["protocol"]["early_exit"]
+    assert (early_exit["blocks"], early_exit["of"]) == (2, 3)
+    assert early_exit["all_seconds"] > 0
+    assert "In all rows, also with all tokens, the tower stops after block 2 of 3." in text
 
 
 def test_noise_instead_of_photos_is_noted(home: Path) -> None:
@@ -87,7 +91,7 @@ def test_all_methods_are_those_that_can_be_measured() -> None:
     assert {"tome-tower", "full"} <= with_model
     assert "cdpruner" not in with_model
     assert "--clip" in notes
-    without_sae, notes = all_methods(with_model=True, with_clip=True, saes={})
+    without_sae, notes = all_methods(with_model=True, with_clip=True, saes={}, kd="none")
     assert "cdpruner" in without_sae
     assert "torino-m" not in without_sae
     assert "--sae" in notes
@@ -139,7 +143,7 @@ def test_both_searches_give_the_same_tokens(home: Path, monkeypatch: pytest.Monk
     assert "the int8 prefilter kept" in text
     eye = torch.eye(make_small_sae().width + 3)
     wider = SAE(eye, W_dec=eye).save(home / "wider")  # which cannot read these tokens
-    document, _ = bench(home, *options, "--sae", wider, "--kd", "none", "--prefilter", "int8")
+    document, _ = bench(home, *options, "--sae", wider, "--kd", "none", "--prefilter", "int8", code=2)
     assert list(document["survivors"]) == ["sae"]
     assert any("was left out" in note for note in document["notes"])
     monkeypatch.setattr("torino.core.topk.prefilter.backend_for", lambda device: None)
@@ -147,6 +151,19 @@ def test_both_searches_give_the_same_tokens(home: Path, monkeypatch: pytest.Monk
         document, _ = bench(home, *options, "--kd", "none", "--prefilter", prefilter)
         assert [row["label"] for row in document["rows"]] == ["TORINO-M"]
         assert any("torino[fast]" in note for note in document["notes"])
+
+
+def test_a_named_method_is_measured_or_an_error(home: Path) -> None:
+    options = ("--tokens", home / "tokens.npz", "--methods", "random,tome-tower", "--budget", "9", "--count", "1")
+    document, text = bench(home, *options, code=2)
+    assert [row["method"] for row in document["rows"]] == ["random"], "what could be measured is kept"
+    assert "Not all methods that were asked for could be measured. tome-tower(budget=9) was left out" in text
+    options = ("--tokens", home / "tokens.npz", "--methods", "random,torino-m", "--sae", home / "sae")
+    for more in (("--budget", "none"), ("--budget", "none", "--kd", "1,1")):
+        failed = run_torino("bench", *options, *more, code=2)
+        assert "random has no number of tokens to be measured at" in failed.text
+    failed = run_torino("bench", *options[:3], "random", "--kd", "1,1", code=2)
+    assert "neither torino-p nor torino-m is measured" in failed.text
 
 
 def test_errors_are_one_sentence(home: Path) -> None:
@@ -161,7 +178,8 @@ def test_errors_are_one_sentence(home: Path) -> None:
         ((*tokens, "--methods", "torino-m"), "--sae"),
         ((*tokens, "--methods", "torino-m(k=2)"), "--sae"),
         ((*tokens, "--budget", "many"), "--budget takes token counts"),
-        ((*tokens, "--methods", "random", "--budget", "none"), "nothing to measure"),
+        ((*tokens, "--methods", "random", "--budget", "none"), "random has no number of tokens"),
+        ((*tokens, "--methods", ","), "--methods is empty"),
         ((*tokens, "--methods", "random", "--kd", "1"), "k,delta"),
         ((*tokens, "--methods", "random", "--kd", "no"), "k,delta"),
         ((*tokens, "--count", "0"), "at least 1"),

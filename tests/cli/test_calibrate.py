@@ -15,7 +15,7 @@ from torino.datasets.bundled import example_sae, example_tokens
 
 
 def test_calibrate_k_and_delta() -> None:
-    output = run_torino("calibrate", "--target", "100", "--max-k", "3")
+    output = run_torino("calibrate", "--sae", "example", "--target", "100", "--max-k", "3")
     match = re.search(r"Closest to 100: --kd (\d),(\d), ([\d.]+) tokens on average\.", output.text)
     assert match is not None, output.out
     k, delta, mean = int(match[1]), int(match[2]), float(match[3])
@@ -25,12 +25,12 @@ def test_calibrate_k_and_delta() -> None:
 
 
 def test_calibrate_the_threshold_of_torino_x() -> None:
-    text = run_torino("calibrate", "--method", "torino-x", "--target", "100").text
+    text = run_torino("calibrate", "--sae", "example", "--method", "torino-x", "--target", "100").text
     assert re.search(
         r"torino-x\(min_gain=0\.\d+, locality=0\.2, proportional=True\), 100\.0 tokens on average over 4 images", text
     )
     method = "torino-x(concepts=2, mode='prune', budget=9)"
-    text = run_torino("calibrate", "--method", method, "--target", "100").text
+    text = run_torino("calibrate", "--sae", "example", "--method", method, "--target", "100").text
     (spec, mean) = re.findall(r"Closest to 100: (torino-x\(.*?\)), ([\d.]+) tokens", text)[0]
     reducer = make(spec, sae=example_sae())
     assert reducer.spec == spec
@@ -46,7 +46,7 @@ def test_calibrate_without_an_sae(tmp_path: Path) -> None:
 def test_errors(tmp_path: Path) -> None:
     tokens = save_tokens([VisualTokens.of(torch.randn(16, 384))], tmp_path / "tokens.npz")
     cases: list[tuple[tuple[str | Path, ...], str]] = [
-        (("--target", "0"), "target"),
+        (("--sae", "example", "--target", "0"), "target"),
         (("--method", "tome"), "torino-p, torino-m or torino-x, got 'tome'"),
         (("--max-k", "0"), "--max-k"),
         ((tokens,), "--sae"),

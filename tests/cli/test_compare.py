@@ -67,7 +67,9 @@ def test_compare_asks_with_every_method(home: Path, tmp_path: Path, vlm: VLM) ->
     assert rows["tome-tower"]["plan_ms"] is None
     assert rows["visionzip"]["plan_ms"] > 0
     failed = [row["label"] for row in result["answers"] if "error" in row]
-    assert sorted(note.partition(" was left out: ")[0] for note in result["notes"]) == sorted(failed)
+    told = [note.partition(" was left out: ")[0] for note in result["notes"] if " was left out: " in note]
+    assert sorted(told) == sorted(failed)
+    assert "Left out: cdpruner, which read the question: give --clip." in result["notes"]
     assert result["budget"] == [6]
     assert result["picture"] == str(tmp_path / "all.png")
     assert Image.open(tmp_path / "all.png").width > 1000
@@ -130,10 +132,10 @@ def test_a_method_in_brackets_gets_the_budget(home: Path, vlm: VLM) -> None:
 
 def test_a_budget_that_no_method_can_meet_is_an_error(home: Path, tmp_path: Path) -> None:
     picture = tmp_path / "none.png"
-    failed = compare(home, "--budget", "600", "--methods", "random,divprune", "-o", picture, code=2)
-    assert failed.err.startswith("torino: No method could answer. Random: ")
-    assert "600" in failed.err
-    assert failed.out == ""
+    for methods in ("random,divprune", "all", "torino-m", "torino-m(budget=600)"):  # torino-m could give 600
+        failed = compare(home, "--budget", "600", "--methods", methods, "-o", picture, code=2)
+        assert "asks for 600 tokens, more than the 16 patches of the image" in failed.err
+        assert failed.out == ""
     assert not picture.exists()
 
 
@@ -149,20 +151,29 @@ def test_a_method_that_reads_the_question(home: Path, tmp_path: Path, vlm: VLM) 
 
 def test_methods_that_the_tower_cannot_serve_are_left_out(home: Path, tmp_path: Path) -> None:
     options = ("--budget", "5", "--methods", "hired,random,torino-p", "-o", tmp_path / "a.png", "--json")
-    result = json.loads(compare(home, *options, model="siglip", sae="other").out)
+    done = compare(home, *options, model="siglip", sae="other", code=2)
+    result = json.loads(done.out)
     assert [row["method"] for row in result["answers"] if "error" not in row] == ["full", "random", "torino-p"]
     (note,) = result["notes"]
     assert re.match(r"HiRED was left out: .*cls_attention", note)
-    assert Image.open(tmp_path / "a.png").size[1] > 200
+    assert Image.open(tmp_path / "a.png").size[1] > 200, "the other methods are compared"
+    assert done.err.startswith("torino: hired(budget=5) was asked for and could not answer: "), "it was named"
+    every = compare(home, "--budget", "5", "-o", tmp_path / "b.png", model="siglip", sae="other")
+    assert "HiRED was left out" in every.text, "it was not named, so it is a note"
 
 
-def test_a_method_that_fails_is_reported(home: Path) -> None:
-    done = compare(home, "--budget", "40", "--methods", "torino-p,random(budget=6)")
-    assert "TORINO-P was left out: torino-p cannot give 40 tokens" in done.text
-    assert "random(budget=6)" in done.out
-    assert "TORINO" not in done.out
+def test_a_named_method_is_compared_or_refused(home: Path) -> None:
+    for options in (("--budget", "none", "--methods", "tome(budget=5),random"), ("--budget", "none")):
+        failed = compare(home, *options, code=2)
+        assert re.search(r"(random|torino-m) has no number of tokens\. Give --budget", failed.text)
+    dynamic = answers(home, "--budget", "none", "--methods", "torino-m(k=1, delta=1)")
+    assert list(dynamic) == ["full", "torino-m(k=1, delta=1)"]
+    both = answers(home, "--budget", "5", "--methods", "all,random(budget=3)")
+    assert {"random(budget=3)", "random(budget=5, seed=0)"} <= set(both)
+    failed = compare(home, "--budget", "5", "--methods", "all,torino-m", sae="", code=2)
+    assert "torino-m groups patches by concepts and needs an SAE" in failed.text
     without = compare(home, "--budget", "5", sae="")
-    assert "Left out: torino-m, torino-p, torino-x, scts, which read concepts: give --sae." in without.text
+    assert "Left out: scts, torino-m, torino-p, torino-x, which read concepts: give --sae." in without.text
 
 
 @pytest.mark.parametrize(
@@ -170,11 +181,10 @@ def test_a_method_that_fails_is_reported(home: Path) -> None:
     [
         (["--methods", "cdpruner"], "chooses patches by the question"),
         (["--methods", "magic"], "magic"),
-        (["--methods", ","], "nothing to compare"),
+        (["--methods", ","], "--methods is empty"),
         (["--methods", "torino-m(spice=1)"], "spice"),
         (["--budget", "few"], "--budget takes token counts"),
         (["--budget", "0"], "--budget takes token counts"),
-        (["--budget", "none"], "nothing to compare"),
         (["-o", "a.gif"], "--output must end in .png"),
         (["--model", "./nowhere"], "There is no folder './nowhere'"),
     ],

@@ -65,10 +65,52 @@ def test_failures_are_reported(home: Path, tmp_path: Path) -> None:
     data = write_task_file(tmp_path / "small.tsv", images=1)
     with data.open("a", encoding="utf-8") as file:
         file.write("9\tnone [/b]\twhat ?\tword1\n")  # brackets are not markup
-    done = evaluate(home, tmp_path / "run", "--tasks", data, "--methods", "random", "--budget", "99")
+    done = evaluate(home, tmp_path / "run", "--tasks", data, "--methods", "random", "--budget", "99,5", code=2)
     assert "none [/b]" in done.text
     assert "2 answers failed" in done.text
     assert "--retry" in done.text
+    assert "torino: random@99#0 answered no question: UnmetBudget: random cannot give 99 tokens" in done.text
+    done = evaluate(home, tmp_path / "run", "--tasks", data, "--methods", "tome", "--budget", "5")
+    assert "answered no question" not in done.text, "random was not named now"
+
+
+def test_a_named_method_yields_a_setting_or_an_error(home: Path, tmp_path: Path) -> None:
+    cases = [
+        (("--methods", "random", "--budget", "none", "--kd", "none"), "random has no tier to run in"),
+        (("--methods", "random", "--budget", "none"), "random has no tier to run in"),
+        (("--methods", 'divprune(space="projected")', "--budget", "none"), "has no tier to run in"),
+        (("--methods", "random", "--budget", "5", "--kd", "2,2"), "neither torino-p nor torino-m"),
+        (("--methods", "all,torino-m", "--budget", "5"), "need an SAE"),
+        (("--methods", ","), "--methods is empty"),
+    ]
+    for options, expected in cases:
+        failed = evaluate(home, tmp_path / "x", *options, code=2)
+        assert expected in failed.text, options
+    assert not (tmp_path / "x").exists()
+    evaluate(home, tmp_path / "alone", "--methods", "none")
+    assert list(open_run(tmp_path / "alone").settings) == ["full"]
+    everything = evaluate(home, tmp_path / "all", "--budget", "5", "--limit", "1")
+    assert "Left out: scts, torino-m, torino-p, torino-x, which read concepts: give --sae." in everything.text
+    assert "Left out: cdpruner, which read the question: give --clip." in everything.text
+
+
+def test_prompts_are_recorded_and_other_ones_are_another_run(home: Path, tmp_path: Path) -> None:
+    evaluate(home, tmp_path / "run", "--methods", "none")
+    (task,) = open_run(tmp_path / "run").metadata["tasks"]
+    assert (task["prompts"], task["prompts_from"]) == ("standard", "default")
+    assert task["prompt"] == "question\nAnswer the question using a single word or phrase."
+    evaluate(home, tmp_path / "plain", "--methods", "none", "--prompts", "plain")
+    (task,) = open_run(tmp_path / "plain").metadata["tasks"]
+    assert (task["prompts"], task["prompts_from"], task["prompt"]) == ("plain", "option", "question")
+    failed = evaluate(home, tmp_path / "plain", "--methods", "none", code=2)
+    assert "asked small with the prompts 'plain' ('question'), and now they are 'standard'" in failed.text
+
+
+def test_a_baseline_that_is_always_wrong_is_reported_last(home: Path, tmp_path: Path) -> None:
+    done = evaluate(home, tmp_path / "run", "--methods", "random", "--budget", "5")  # random weights
+    last = done.err.rstrip().splitlines()[-1]
+    assert last.startswith("warning: small: with all tokens the model scores 0.00: no answer is right.")
+    assert "Check the prompt style (standard: 'question\\nAnswer the question using a single word or phrase.')" in last
 
 
 def test_errors_are_one_sentence(home: Path, tmp_path: Path) -> None:
@@ -102,7 +144,7 @@ def test_errors_are_one_sentence(home: Path, tmp_path: Path) -> None:
         ("--padding", "stretch", "'crop', 'square'"),
         ("--positions", "own", "'auto', 'compact', 'original'"),
         ("--attention", "heavy", "'auto', 'plain', 'proportional'"),
-        ("--prompts", "mine", "'standard', 'vlmevalkit', 'llava'"),
+        ("--prompts", "mine", "'auto', 'plain', 'standard', 'vlmevalkit', 'llava'"),
         ("--on-error", "cry", "'skip', 'stop'"),
     ],
 )

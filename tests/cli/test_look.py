@@ -223,3 +223,18 @@ def test_import_is_light() -> None:
     code = "import sys, torino.cli.look, torino.cli.concepts; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "PIL", "huggingface_hub", "jinja2"} & set(loaded)
+
+
+@pytest.mark.parametrize("option", ["--kd", "--budget"])
+def test_none_is_not_ignored(data: Path, option: str) -> None:
+    result = run_look(data, option, "none")
+    assert result.exit_code != 0
+    assert f"{option} none leaves nothing to draw" in str(result.exception)
+
+
+def test_more_tokens_than_patches_are_said_to_be_added(data: Path, tmp_path: Path) -> None:
+    budget = squares.SIDE**2 + 1
+    result = run_look(data, "--budget", str(budget), "-o", tmp_path / "look.png")
+    assert result.exit_code == 0, result.output
+    assert "% added" in result.output
+    assert "-6" not in result.output

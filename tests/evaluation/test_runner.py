@@ -26,7 +26,7 @@ from torino.evaluation.results import open_run
 from torino.evaluation.run_file import new_settings
 from torino.evaluation.runner import RunPlan, mean_length
 from torino.evaluation.tasks import open_task
-from torino.vlm import VLM, load_vlm
+from torino.vlm import VLM, ModelPackage, load_vlm
 
 RANDOM = RunPlan(["random"], dynamic=[], fixed=[5], seeds=1)
 
@@ -247,6 +247,28 @@ def test_a_run_takes_further_methods(tmp_path: Path, vlm: VLM, sae: SAE) -> None
     assert len(open_run(tmp_path / "grown").metadata["added"]) == 1
     run_tiny(tmp_path / "grown", tasks, vlm, sae, plan=few)  # fewer again: nothing is lost
     assert answer_table(tmp_path / "grown") == answer_table(tmp_path / "whole")
+
+
+def test_the_prompt_style_is_that_of_the_model(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    package = ModelPackage(folder=lambda: tmp_path, prompts="plain")
+    session = VLM(vlm.model, vlm.processor, package=package)
+    asked = list[str]()
+    inputs = session.inputs
+    session.inputs = lambda images, question: asked.append(question) or inputs(images, question)  # type: ignore[method-assign]
+    tasks = [open_tiny_task(tmp_path, images=1)]
+    run = run_tiny(tmp_path / "run", tasks, session, sae, plan=RANDOM)
+    assert set(asked) == {"what is this ?", "how many is this ?"}
+    (entry,) = run.metadata["tasks"]
+    assert (entry["prompts"], entry["prompts_from"], entry["prompt"]) == ("plain", "model", "question")
+    assert list(run.open_tasks()["small"])
+    for other in (None, replace(package, prompts="llava"), replace(package, prompts="standard")):
+        session = VLM(vlm.model, vlm.processor, package=other)
+        with pytest.raises(
+            BadParameter, match=r"asked small with the prompts 'plain' \('question'\), and now they are"
+        ):
+            run_tiny(tmp_path / "run", tasks, session, sae, plan=RANDOM)
+    given = [open_task(tmp_path / "small.tsv", prompts="plain")]
+    run_tiny(tmp_path / "run", given, vlm, sae, plan=RANDOM)
 
 
 def test_other_options_are_another_run(tmp_path: Path, vlm: VLM, sae: SAE) -> None:

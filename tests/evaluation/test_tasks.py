@@ -8,6 +8,7 @@ import io
 import json
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -456,6 +457,32 @@ def test_prompts_of_multiple_choices(tmp_path: Path) -> None:
     chinese = {"question": "哪种动物？", "A": "猫", "B": "狗", "C": ""}
     assert asked(tmp_path, "MMBench_DEV_CN", choice(1, **chinese)) == "哪种动物？\nA. 猫\nB. 狗\n请直接回答选项字母。"
     assert asked(tmp_path, "ScienceQA_TEST", choice(1, hint="nan")).startswith("Which animal?")
+
+
+def test_plain_prompts_are_the_questions(tmp_path: Path) -> None:
+    for file in ("GQA_TestDev_Balanced", "VizWiz", "Own"):
+        assert asked(tmp_path, file, question(1), "plain") == "What is it?"
+    row = question(1, question="Is there a dog? Please answer yes or no.", answer="Yes", category="existence")
+    assert asked(tmp_path, "MME", row, "plain") == row["question"]
+    task = open_task(write(tmp_path / "Options.tsv", [choice(1)]), prompts="plain")
+    assert task.prompt(task[0]) == "Which animal?\nA. cat\nB. dog\nC. bird"
+    assert task.describe()["prompt"] == "hint\nquestion\nA. …\nB. …"
+
+
+def test_the_prompt_style_is_that_of_the_option_the_task_or_the_model(tmp_path: Path) -> None:
+    task = open_task(write(tmp_path / "Own.tsv", [question(1)]))
+    own = replace(task, benchmark=replace(task.benchmark, instruction="One word."))
+    chosen = [(item.prompts, item.prompts_from) for item in (task.for_model("plain"), task.for_model(None))]
+    assert chosen == [("plain", "model"), ("standard", "default")]
+    assert task.prompt(task[0]) == task.for_model(None).prompt(task[0]) == f"What is it?\n{SHORT}"
+    assert task.for_model("plain").prompt(task[0]) == "What is it?"
+    resolved = own.for_model("plain")
+    assert (resolved.prompts, resolved.prompts_from) == ("task", "task")
+    assert own.prompt(own[0]) == resolved.prompt(own[0]) == "What is it?\nOne word."
+    given = replace(own, prompts="llava").for_model("plain")
+    assert (given.prompts, given.prompts_from) == ("llava", "option")
+    assert given.prompt(own[0]) == f"What is it?\n{SHORT}"
+    assert given.describe()["prompts_from"] == "option"
 
 
 # --- rows that a rule cannot score; answers files ------------------------------------------------------------------

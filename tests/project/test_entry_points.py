@@ -125,6 +125,10 @@ def test_list_shows_the_model(dummy: Path) -> None:
         ("other = 1\n", "has no attribute 'model'"),
         ("model = 7\n", "a int, not a ModelPackage"),
         ("def model():\n    return 7\n", "a int, not a ModelPackage"),
+        (
+            "from torino.vlm import ModelPackage\nmodel = ModelPackage(folder=None, prompts='poetic')\n",
+            "prompts must be plain, standard, vlmevalkit, llava, got 'poetic'",
+        ),
     ],
 )
 def test_failing_model_is_one_sentence_that_names_the_package(install: Install, code: str, reason: str) -> None:

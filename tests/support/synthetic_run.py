@@ -98,7 +98,8 @@ def write_synthetic_run(
         "hardware": {"machine": "x86_64", "cores": 2, "gpu": None},
         "saes": {label: {"latents": 1024 * int(label[1:]), "kind": "matryoshka-batch-topk"} for label in saes},
         "tasks": [
-            task.describe() | {"kind": task.kind, "path": str(task.source), "max_new_tokens": 32} for task in opened
+            task.for_model(None).describe() | {"kind": task.kind, "path": str(task.source), "max_new_tokens": 32}
+            for task in opened
         ],
         "settings": [setting.to_dict() for setting in first],
         "arguments": {},

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from torino.datasets.images import mean_color, pad_square
 from torino.reducers import KeepShare, Reducer
 from torino.sae import SAECard
 from torino.vlm import VLM, Answer, Trace, ask, load_vlm, reduced
+from torino.vlm.hooks import run_all_blocks
 from torino.vlm.prompt import user_turn, write_prompt
 
 
@@ -88,12 +90,48 @@ def test_seconds_by_stage(vlm: VLM, reducer: Reducer) -> None:
         assert parts == pytest.approx(one.seconds["total"], rel=1e-3, abs=1e-4)
         assert 0 < one.first_token < one.seconds["total"]
     assert answer.seconds["sae"] + answer.seconds["grouping"] <= answer.seconds["plan"]
-    assert set(answer.speedup) == {"first_token", "total"}
+    assert set(answer.speedup) == {"first_token", "total", "early_exit"}
     assert full.text == ask(photo(), QUESTION, model=vlm, max_new_tokens=4).text
     assert full.before == full.after == PATCHES
     told = json.loads(json.dumps(answer.to_dict()))
     assert told["image_tokens"] == {"before": PATCHES, "after": answer.after}
     assert told["baseline"]["answer"] == full.text.strip()
+
+
+def test_gains_of_tokens_and_of_stopping_the_tower_are_separate(vlm: VLM, reducer: Reducer) -> None:
+    last = vlm.model.model.vision_tower.get_submodule("encoder.layers.2")
+    delay, runs = 0.2, list[int]()
+
+    def wait(*_: Any) -> None:
+        runs.append(1)
+        time.sleep(delay)
+
+    hook = last.register_forward_hook(wait)  # only the stock model runs this block
+    try:
+        answer = ask(photo(), QUESTION, model=vlm, reducer=reducer, max_new_tokens=2, baseline=True)
+    finally:
+        hook.remove()
+    assert len(runs) == 2, "once untimed and once timed; neither answer runs it"
+    full, early_exit = answer.baseline, answer.early_exit
+    assert full is not None
+    assert early_exit is not None
+    assert (early_exit.blocks, early_exit.of) == (2, 3)
+    assert early_exit.saved > 0.9 * delay
+    assert answer.speedup["first_token"] == pytest.approx(full.first_token / answer.first_token)
+    assert answer.speedup["early_exit"] == pytest.approx(1 + early_exit.saved / full.first_token)
+    told = json.loads(json.dumps(answer.to_dict()))
+    assert told["early_exit"]["blocks"] == 2
+    assert told["early_exit"]["all_seconds"] > delay
+    with run_all_blocks() as count:
+        vlm.encode(vlm.inputs(photo(), QUESTION)).run(None)
+    assert (count.needed, count.all) == (2, 3)
+
+
+def test_no_gain_of_the_tower_where_the_last_block_is_read(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vlm.model.config, "vision_feature_layer", -1)
+    answer = ask(photo(), QUESTION, model=vlm, reducer=make("random(budget=5)"), max_new_tokens=2, baseline=True)
+    assert answer.early_exit is None
+    assert set(answer.speedup) == {"first_token", "total"}
 
 
 def test_square_padding(vlm: VLM, reducer: Reducer) -> None:

@@ -41,4 +41,10 @@ def model() -> ModelPackage:
     from torino_lab.model import SHIPPED, lab_folder
     from torino_lab.tower import BLOCK, tower_folder
 
-    return ModelPackage(folder=lab_folder, sae=lambda: SHIPPED / "sae", tower=tower_folder, block=BLOCK)
+    return ModelPackage(
+        folder=lab_folder,
+        sae=lambda: SHIPPED / "sae",
+        tower=tower_folder,
+        block=BLOCK,
+        prompts="plain",  # it was trained on questions without an instruction
+    )

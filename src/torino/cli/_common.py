@@ -44,10 +44,20 @@ QuestionArgument = Annotated[str, typer.Argument(metavar="QUESTION", help="Quest
 ModelOption = Annotated[
     str, typer.Option(help="Hub name, folder, or installed model package; 'lab' comes with torino-lab.")
 ]
+
+
+def check_sae_names(given: str | list[str] | None) -> str | list[str] | None:
+    """Refuse an empty name of an SAE, as an unset variable of the shell gives, before anything is loaded."""
+    if any(not name.strip() for name in ([given] if isinstance(given, str) else given or [])):
+        raise BadParameter("--sae is empty. Give a folder, a file or a hub repository, or 'none' for no SAE.")
+    return given
+
+
 SaeOption = Annotated[
     str | None,
     typer.Option(
-        help="Folder, file or hub repository of the SAE; 'none' runs without one. Default: that of the model package."
+        callback=check_sae_names,
+        help="Folder, file or hub repository of the SAE; 'none' runs without one. Default: that of the model package.",
     ),
 ]
 ClipOption = Annotated[
@@ -92,6 +102,11 @@ def note(text: str) -> None:
     errors.print(f"[yellow]note:[/] {escape(text)}", soft_wrap=True, highlight=False)
 
 
+def warn(text: str) -> None:
+    """Print a warning that must not be overlooked on the error console."""
+    errors.print(f"[bold red]warning:[/] [bold]{escape(text)}[/]", soft_wrap=True, highlight=False)
+
+
 # ---------------------------------------------------------------------- SAEs and reducers
 
 
@@ -110,8 +125,8 @@ def load_sae(name: str, levels: int | None = None, device: Any = "cpu", *, decod
     from torino.datasets.bundled import example_sae
     from torino.sae import SAE
 
-    if not name:
-        raise BadParameter("--sae is empty. Give a folder, a file or a hub repository, or 'none' for no SAE.")
+    if not name.strip():
+        raise BadParameter("The name of the SAE is empty. Give a folder, a file or a hub repository.")
     if name == NO_SAE:
         if levels is not None:
             raise BadParameter("--levels selects Matryoshka levels of an SAE, and --sae is none. Omit one of them.")
@@ -137,6 +152,34 @@ def takes_parameter(method: str, parameter: str) -> bool:
 def reads_concepts(method: str) -> bool:
     """Return whether a method, by name or spec, reads concepts of an SAE."""
     return takes_parameter(method, "sae")
+
+
+def all_methods(*, sae: bool, clip: bool, tower: bool = True) -> tuple[list[str], list[str]]:
+    """Return the methods that ``all`` stands for, and notes about those that cannot run.
+
+    Parameters
+    ----------
+    sae, clip, tower : bool
+        Whether there is an SAE, a text tower that reads the question, and a vision tower.
+    """
+    from torino.evaluation.protocol import default_methods
+    from torino.reducers import get
+
+    names = default_methods(text_query=True)
+    left_out = {
+        "which read concepts: give --sae": [name for name in names if not sae and reads_concepts(name)],
+        "which read the question: give --clip": [
+            name for name in names if not clip and get(name).needs & {"joint", "text"}
+        ],
+        "which run inside a vision tower: give --model": [name for name in names if not tower and get(name).in_tower],
+    }
+    notes = [f"Left out: {', '.join(group)}, {reason}." for reason, group in left_out.items() if group]
+    return [name for name in names if not any(name in group for group in left_out.values())], notes
+
+
+def named_methods(words: Sequence[str]) -> list[str]:
+    """Return the names in a list of names and specs that the user has written, without ``all``."""
+    return [word.partition("(")[0].strip() for word in words if word != "all"]
 
 
 def default_sae(method: str, model: str | None) -> str | None:

@@ -137,6 +137,8 @@ def _print_warnings() -> Generator[None]:
 
 
 def _print(answer: Answer) -> None:
+    from torino.core.explanation import describe_change
+
     full = answer.baseline
     if full is None:
         out.print(answer.text.strip(), markup=False, highlight=False, soft_wrap=True)
@@ -145,10 +147,10 @@ def _print(answer: Answer) -> None:
             text = escape(result.text.strip())
             out.print(f"[bold]{result.after} tokens[/]: {text}", highlight=False, soft_wrap=True)
     out.print()
-    removed = f", {1 - answer.after / max(answer.before, 1):.1%} removed" if answer.reductions else ", all kept"
+    removed = describe_change(answer.before, answer.after) if answer.reductions else "all kept"
     by = f" by {answer.reductions[0].by}" if answer.reductions else ""
     out.print(
-        f"{answer.before} → {answer.after} image tokens{removed}{escape(by)} (padding {answer.padding})",
+        f"{answer.before} → {answer.after} image tokens, {removed}{escape(by)} (padding {answer.padding})",
         highlight=False,
         soft_wrap=True,
     )
@@ -166,12 +168,19 @@ def _print(answer: Answer) -> None:
     table.add_row("answer, tokens", *[str(result.new_tokens) for result in results])
     out.print(table)
     if full is not None:
-        ratio = answer.speedup
-        out.print(
-            f"Compared with all tokens: first token {ratio['first_token']:.2f}×, whole answer {ratio['total']:.2f}× "
-            "as fast.",
-            highlight=False,
-        )
+        ratio, exit_ = answer.speedup, answer.early_exit
+        lines = [
+            f"{answer.after} instead of {full.after} tokens: first token {ratio['first_token']:.2f}×, whole answer "
+            f"{ratio['total']:.2f}× as fast."
+        ]
+        if exit_ is not None:
+            lines.append(
+                f"In both, the tower stops after block {exit_.blocks} of {exit_.of}, which saves "
+                f"{exit_.saved * 1e3:.1f} ms: with all tokens, first token {ratio['early_exit']:.2f}× as fast as the "
+                "stock model."
+            )
+        lines.append("Times are of one run; torino bench repeats them.")
+        out.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def _draw(path: Path, answer: Answer, name: str, reducer: Reducer) -> None:

@@ -22,6 +22,8 @@ from torino.cli._common import (
     MethodsOption,
     PaddingOption,
     PositionsOption,
+    all_methods,
+    check_sae_names,
     errors,
     examples,
     find_package,
@@ -29,6 +31,7 @@ from torino.cli._common import (
     load_session,
     memory_errors,
     missing_sae,
+    named_methods,
     note,
     out,
     parse_budgets,
@@ -36,8 +39,9 @@ from torino.cli._common import (
     quiet_transformers,
     split_list,
 )
+from torino.cli._photos import default_photo_sae, photo_tokens
 from torino.cli._progress import progress
-from torino.core.errors import BadParameter
+from torino.core.errors import BadParameter, TorinoError
 
 if TYPE_CHECKING:
     from torino.evaluation.latency import BenchPlan
@@ -69,11 +73,17 @@ def bench(
         ),
     ] = None,
     methods: MethodsOption = "all",
-    sae: Annotated[list[str] | None, typer.Option(help="SAE, several allowed; 'none' runs without one.")] = None,
+    sae: Annotated[
+        list[str] | None,
+        typer.Option(callback=check_sae_names, help="SAE, several allowed; 'none' runs without one."),
+    ] = None,
     budget: Annotated[str, typer.Option(help="Tokens per image, separated by commas, or 'none'.")] = "192,128,64",
     kd: Annotated[
-        str, typer.Option("--kd", help="Pairs k,delta of dynamic TORINO, separated by spaces, or 'none'.")
-    ] = "3,3 2,2 1,1",
+        str | None,
+        typer.Option(
+            "--kd", help="Pairs k,delta of dynamic TORINO, separated by spaces, or 'none' (default: 3,3 2,2 1,1)."
+        ),
+    ] = None,
     count: Annotated[int, typer.Option(help="Images on which reducers are timed.")] = 50,
     warmups: Annotated[int, typer.Option(help="Untimed images before that.")] = 10,
     answers: Annotated[int, typer.Option(help="Images on which whole answers are timed; 0 for none.")] = 10,
@@ -114,12 +124,15 @@ def bench(
     package = find_package(model)
     if not sae and package is not None and package.sae is not None:
         sae = [str(model)]
-    saes = _load_saes(sae or (["example"] if model is None and tokens is None else []), target)
+    if not sae and model is None and tokens is None:
+        sae = [default_photo_sae()]
+    saes = _load_saes(sae or [], target)
+    first_sae = next(iter(saes.values()), None)
     saes, notes = _with_prefilter(saes, prefilter)
     settings, left_out = _settings(
         methods,
         parse_budgets("--budget", budget),
-        parse_pairs(kd),
+        None if kd is None else parse_pairs(kd),
         saes,
         with_model=model is not None,
         with_clip=clip is not None,
@@ -130,10 +143,13 @@ def bench(
         bench_run.notes += [*notes, *left_out]
         if model is None:
             from torino.core.tokens import load_tokens
-            from torino.datasets.bundled import example_tokens
 
-            loaded = example_tokens() if tokens is None else load_tokens(tokens)
-            source = "the four bundled photos as tokens" if tokens is None else f"{len(loaded)} images of {tokens.name}"
+            loaded = photo_tokens(sae[0] if sae else None, first_sae) if tokens is None else load_tokens(tokens)
+            source = (
+                f"the four bundled photos as tokens of {loaded[0].origin}"
+                if tokens is None
+                else f"{len(loaded)} images of {tokens.name}"
+            )
             bench_run.on_tokens(loaded, target, source)
         else:
             from torino.vlm.loading import check_model
@@ -155,6 +171,10 @@ def bench(
         write_json(output, document)
         text = f"Wrote {output}. Next: torino plot {output} -o figures"
         out.print(escape(text), highlight=False, soft_wrap=True)
+    named = named_methods(split_list(methods))
+    failed = [why for setting, why in bench_run.left_out if setting.method in named]
+    if failed or not any(row.reducer is not None for row in bench_run.rows):
+        raise TorinoError(f"Not all methods that were asked for could be measured. {(failed or bench_run.notes)[0]}")
 
 
 def _load_saes(names: list[str], device: Any) -> dict[str, Any]:
@@ -192,7 +212,7 @@ def _with_prefilter(saes: dict[str, Any], prefilter: PrefilterChoice) -> tuple[d
 def _settings(
     methods: str,
     budgets: list[int],
-    pairs: list[tuple[int, int]],
+    pairs: list[tuple[int, int]] | None,
     saes: dict[str, Any],
     *,
     with_model: bool,
@@ -201,42 +221,43 @@ def _settings(
     """Return the settings that the options describe, and notes about what 'all' leaves out."""
     from torino.evaluation.protocol import (
         FULL,
+        KD_METHODS,
+        KD_PAIRS,
         dynamic_settings,
         fixed_settings,
         has_parameter,
         own_settings,
         split_specs,
     )
-    from torino.reducers import get, list_reducers
+    from torino.reducers import get
 
     words, notes = split_list(methods), list[str]()
+    if not words:
+        raise BadParameter("--methods is empty. Name methods, or omit it for all.")
     names, specs = [word for word in words if "(" not in word], [word for word in words if "(" in word]
     if "all" in names:
-        names = [name for name in list_reducers() if not get(name).ablation]
-        left_out = {
-            "which read concepts: give --sae": [name for name in names if has_parameter(name, "sae") and not saes],
-            "which read the question: give --clip": [
-                name for name in names if with_model and not with_clip and get(name).needs & {"joint", "text"}
-            ],
-            "which run inside a vision tower: give --model": [
-                name for name in names if not with_model and get(name).in_tower
-            ],
-        }
-        notes = [f"Left out: {', '.join(group)}, {reason}." for reason, group in left_out.items() if group]
-        names = [name for name in names if not any(name in group for group in left_out.values())]
+        every, notes = all_methods(sae=bool(saes), clip=with_clip or not with_model, tower=with_model)
+        names = [*every, *(name for name in names if name not in ("all", *every))]
     for name in [*names, *(spec.partition("(")[0] for spec in specs)]:
         get(name)
         if has_parameter(name, "sae") and not saes:
             raise missing_sae(name)
     labels = list(saes)
     budgeted, as_written = split_specs(specs)
+    if pairs and not set(names) & set(KD_METHODS):
+        raise BadParameter(
+            "--kd has no effect: neither torino-p nor torino-m is measured. Name one of them, or omit it."
+        )
+    pairs = list(KD_PAIRS) if pairs is None else pairs
+    idle = [name for name in names if not budgets and not (pairs and name in KD_METHODS)]
+    idle += [spec for spec in budgeted if not budgets and spec not in as_written]
+    if idle:
+        raise BadParameter(f"{idle[0]} has no number of tokens to be measured at. Give --budget, or leave it out.")
     settings = [
         *own_settings(as_written, labels),
         *dynamic_settings(names, labels, pairs),
         *fixed_settings([*names, *budgeted], budgets, labels, 1),
     ]
-    if not settings:
-        raise BadParameter("There is nothing to measure. Give --methods, and --budget or --kd.")
     if len(labels) > 1:
         settings = [replace(s, label=f"{s.label}, {s.sae}") if s.sae else s for s in settings]
     return [FULL, *settings] if with_model else settings, notes
@@ -306,6 +327,14 @@ def _print(document: dict[str, Any]) -> None:
         out.print(
             f"First token and whole answer: mean of {protocol['answers']} answers of {protocol['answer_tokens']} "
             "tokens each, image processor and tower included.",
+            highlight=False,
+            soft_wrap=True,
+        )
+    exit_ = protocol.get("early_exit")
+    if exit_:
+        out.print(
+            f"In all rows, also with all tokens, the tower stops after block {exit_['blocks']} of {exit_['of']}. The "
+            f"stock model runs all: {1e3 * max(exit_['all_seconds'] - exit_['seconds'], 0):.1f} ms more.",
             highlight=False,
             soft_wrap=True,
         )

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torino.cli._common import SaeOption, examples, load_sae, out
+from torino.cli._photos import default_photo_sae, photo_tokens
 from torino.core.errors import BadParameter
 
 EPILOG = examples(
@@ -34,18 +35,20 @@ def calibrate(
 ) -> None:
     """Find the (k, δ) that gives a wanted mean number of tokens, or the threshold of torino-x."""
     from torino.core.tokens import load_tokens
-    from torino.datasets.bundled import example_tokens
     from torino.reducers import TorinoX, make
     from torino.reducers.calibration import calibrate as search
     from torino.reducers.calibration import calibrate_cover
 
-    images = example_tokens() if tokens is None else load_tokens(tokens)
+    images = [] if tokens is None else load_tokens(tokens)
     if sae is None and tokens is not None:
         raise BadParameter("Say which SAE reads these tokens: --sae FOLDER, --sae owner/repository, or --sae none.")
     if method.partition("(")[0].strip() not in METHODS:
         raise BadParameter(f"--method must be torino-p, torino-m or torino-x, got {method!r}.")
-    encoder = load_sae(sae or "example")
+    sae = default_photo_sae() if sae is None else sae
+    encoder = load_sae(sae)
     reducer = make(method, sae=encoder)
+    if tokens is None:
+        images = photo_tokens(sae, encoder)
     if isinstance(reducer, TorinoX):
         result = calibrate_cover(images, target, reducer=reducer)
         reducer = replace(reducer, budget=None, pooled=False, min_gain=float(f"{result.min_gain:.8g}"))

@@ -26,6 +26,7 @@ from torino.cli._common import (
     PositionsOption,
     QuestionArgument,
     SaeOption,
+    all_methods,
     check_image_path,
     errors,
     examples,
@@ -34,6 +35,7 @@ from torino.cli._common import (
     load_session,
     memory_errors,
     missing_sae,
+    named_methods,
     note,
     open_single_image,
     out,
@@ -112,7 +114,7 @@ def compare(
         prepare(opened, padding)
         settings, notes = _settings(methods, budgets, sae, clip)
         needs_sae = any(setting.sae for setting in settings)
-        saes = {LABEL: load_sae(sae, device=resolve_device(device))} if sae and needs_sae else {}
+        saes = {LABEL: load_sae(sae, device=resolve_device(device))} if sae is not None and needs_sae else {}
         reducers = {setting.id: setting.reducer(saes) for setting in settings}
         with quiet_transformers(), memory_errors(model, device):
             status.update(f"Loading {escape(model)} …")
@@ -126,7 +128,9 @@ def compare(
             raise TorinoError(f"No method could answer. {results[1].setting.label}: {results[1].error}")
         status.update("Drawing …")
         drawn = _draw(output, question, results, shown, truth)
-    notes += [f"{result.setting.label} was left out: {result.error}" for result in results if result.error]
+    failed = [result for result in results if result.error]
+    notes += [f"{result.setting.label} was left out: {result.error}" for result in failed]
+    named = [result for result in failed if result.setting.method in named_methods(split_list(methods))]
     if not drawn:
         notes.append("No picture was drawn: this model splits images into tiles.")
     rows = [_row(result, full.text, truth) for result in results]
@@ -135,36 +139,39 @@ def compare(
         facts |= {"budget": budgets, "truth": truth}
         facts["answers"] = rows
         out.print_json(json.dumps({**facts, "notes": notes, "picture": str(output) if drawn else None}))
-        return
-    _print([row for row in rows if not row.get("error")])
-    for text in notes:
-        note(text)
-    if drawn:
-        out.print(f"Wrote {escape(str(output))}: what each method kept.", highlight=False)
+    else:
+        _print([row for row in rows if not row.get("error")])
+        for text in notes:
+            note(text)
+        if drawn:
+            out.print(f"Wrote {escape(str(output))}: what each method kept.", highlight=False)
+    if named:
+        raise TorinoError(f"{named[0].setting.spec} was asked for and could not answer: {named[0].error}")
 
 
 def _settings(
     methods: str, budgets: Sequence[int], sae: str | None, clip: str | None
 ) -> tuple[list[Setting], list[str]]:
     """Return all tokens first, then the methods in their order, and notes about what 'all' leaves out."""
-    from torino.evaluation.protocol import FULL, default_methods, fixed_settings, own_settings, split_specs
+    from torino.evaluation.protocol import FULL, fixed_settings, own_settings, split_specs
     from torino.reducers import get
 
     words, notes = split_list(methods), list[str]()
-    if words == ["all"]:
-        words = sorted(
-            default_methods(text_query=clip is not None), key=lambda name: (not name.startswith("torino-"), name)
-        )
-        left_out = [name for name in words if reads_concepts(name) and sae is None]
-        if left_out:
-            notes.append(f"Left out: {', '.join(left_out)}, which read concepts: give --sae.")
-        words = [name for name in words if name not in left_out]
+    if not words:
+        raise BadParameter("--methods is empty. Name methods, or omit it for all.")
+    if "all" in words:
+        every, notes = all_methods(sae=sae is not None, clip=clip is not None)
+        every.sort(key=lambda name: (not name.startswith("torino-"), name))
+        words = [*every, *(word for word in words if word != "all" and word not in every)]
     settings = [FULL]
     for word in words:
         if reads_concepts(word) and sae is None:
             raise missing_sae(word)
         get(word.partition("(")[0])
-        as_written = "(" in word and not split_specs([word])[0]
+        budgeted, own = split_specs([word]) if "(" in word else ([word], [])
+        as_written = bool(own) and not (budgeted and budgets)
+        if not as_written and not budgets:
+            raise BadParameter(f"{word} has no number of tokens. Give --budget, or a budget in its brackets.")
         added = own_settings([word], [LABEL]) if as_written else fixed_settings([word], budgets, [LABEL], 1)
         for setting in added:
             reducer = setting.reducer({LABEL: load_sae("none")})
@@ -173,8 +180,6 @@ def _settings(
                     f"{setting.spec} chooses patches by the question and needs the CLIP that reads it: --clip NAME."
                 )
         settings += [setting for setting in added if setting.id not in {other.id for other in settings}]
-    if len(settings) == 1:
-        raise BadParameter("There is nothing to compare. Give --methods, or omit it for all.")
     return settings, notes
 
 
@@ -192,6 +197,13 @@ def _answer_all(
 
     inputs = vlm.inputs(image, question)
     encoded = vlm.encode(inputs, reducers.values())
+    patches = max(len(unit) for unit in encoded.run(None)[0].tokens)
+    for setting in settings:
+        if setting.budget is not None and setting.budget > patches:
+            raise BadParameter(
+                f"{setting.spec} asks for {setting.budget} tokens, more than the {patches} patches of the image, so "
+                f"nothing would be reduced. Give a budget of at most {patches}."
+            )
     results: list[ComparedMethod] = []
     for setting in settings:
         status.update(f"Answering with {escape(setting.label)} ({len(results) + 1} of {len(settings)}) …")

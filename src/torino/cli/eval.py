@@ -16,27 +16,32 @@ from torino.cli._common import (
     ClipOption,
     DeviceOption,
     DtypeOption,
-    MethodsOption,
     ModelOption,
     PaddingOption,
     PositionsOption,
+    all_methods,
+    check_sae_names,
     errors,
     examples,
     find_package,
     load_sae,
     load_session,
     memory_errors,
+    named_methods,
+    note,
     parse_budgets,
     parse_pairs,
     parse_shard,
     quiet_transformers,
     reads_concepts,
     split_list,
+    warn,
 )
 from torino.cli._progress import progress
-from torino.core.errors import BadFile, BadParameter
+from torino.core.errors import BadFile, BadParameter, TorinoError
 
 if TYPE_CHECKING:
+    from torino.evaluation.reporting.summary import Answers
     from torino.evaluation.results import Run
     from torino.evaluation.tasks import Task
 
@@ -57,12 +62,23 @@ def evaluate(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the run; an earlier run is resumed.")],
     data: Annotated[Path | None, typer.Option(help="Folder of the TSV files (default: $LMUData).")] = None,
     sae: Annotated[
-        list[str] | None, typer.Option(help="SAE as path or label=path, several allowed; 'none' runs without one.")
+        list[str] | None,
+        typer.Option(
+            callback=check_sae_names, help="SAE as path or label=path, several allowed; 'none' runs without one."
+        ),
     ] = None,
-    methods: MethodsOption = "all",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods separated by commas, optionally with options in brackets; 'all', or 'none' for the baseline."
+        ),
+    ] = "all",
     kd: Annotated[
-        str, typer.Option("--kd", help="Pairs k,delta of dynamic TORINO, separated by spaces, or 'none'.")
-    ] = "3,3 2,2 1,1",
+        str | None,
+        typer.Option(
+            "--kd", help="Pairs k,delta of dynamic TORINO, separated by spaces, or 'none' (default: 3,3 2,2 1,1)."
+        ),
+    ] = None,
     budget: Annotated[str, typer.Option(help="Fixed budgets separated by commas, or 'none'.")] = "192,128,64",
     matched: Annotated[
         bool, typer.Option(help="Run all methods at the mean lengths of dynamic TORINO, or TORINO alone.")
@@ -70,8 +86,11 @@ def evaluate(
     seeds: Annotated[int, typer.Option(help="Runs of methods that draw at random.", min=1)] = 3,
     limit: Annotated[int | None, typer.Option(help="Questions per task, drawn at random.", min=1)] = None,
     prompts: Annotated[
-        Literal["standard", "vlmevalkit", "llava"], typer.Option(help="How questions are written.")
-    ] = "standard",
+        Literal["auto", "plain", "standard", "vlmevalkit", "llava"],
+        typer.Option(
+            help="How questions are written; plain: as they are. auto: as the task says, else the model, else standard."
+        ),
+    ] = "auto",
     padding: PaddingOption = "crop",
     positions: PositionsOption = "auto",
     attention: AttentionOption = "auto",
@@ -98,9 +117,13 @@ def evaluate(
     part = parse_shard(shard)
     if output.exists() and not output.is_dir():
         raise BadFile(f"--output {output} is a file. Give a folder for the run.")
-    fixed, dynamic = parse_budgets("--budget", budget), parse_pairs(kd)
+    fixed, dynamic = parse_budgets("--budget", budget), None if kd is None else parse_pairs(kd)
+    words = split_list(methods)
+    if not words:
+        raise BadParameter("--methods is empty. Name methods, all, or none to run the baseline alone.")
     from torino.evaluation.engine import check_reducers
-    from torino.evaluation.protocol import default_methods
+    from torino.evaluation.protocol import KD_METHODS, KD_PAIRS
+    from torino.evaluation.reporting.summary import group_answers
     from torino.evaluation.runner import RunPlan
     from torino.evaluation.runner import evaluate as run_evaluation
     from torino.reducers import get
@@ -110,16 +133,21 @@ def evaluate(
     package = find_package(model)
     if not sae and package is not None and package.sae is not None:
         sae = [model]
-    words = split_list(methods)
     names, specs = [word for word in words if "(" not in word], [word for word in words if "(" in word]
     if "all" in names:
-        names = [name for name in default_methods(text_query=clip is not None) if sae or not reads_concepts(name)]
+        every, notes = all_methods(sae=bool(sae), clip=clip is not None)
+        names = [*every, *(name for name in names if name not in ("all", *every))]
+        for text in notes:
+            note(text)
+    elif words == ["none"]:
+        names = []
     for name in names:
         get(name)
     opened = _open_tasks(split_list(tasks), data, prompts, limit)
     saes = _load_saes(sae or [], any(reads_concepts(word) for word in [*names, *specs]), device)
-    has_torino = any(name in ("torino-p", "torino-m") for name in names)
-    plan = RunPlan(names, specs, dynamic if has_torino else (), fixed, seeds, matched)
+    if dynamic is None:
+        dynamic = list(KD_PAIRS) if set(names) & set(KD_METHODS) else []
+    plan = RunPlan(names, specs, dynamic, fixed, seeds, matched)
     # Refuse what cannot be evaluated before a large model is loaded.
     reducers = {setting.id: setting.reducer(saes) for setting in plan.first_settings(list(saes))}
     check_reducers(reducers, has_text_query=clip is not None)
@@ -143,7 +171,7 @@ def evaluate(
                 save_images=save_images,
                 arguments={
                     "methods": methods,
-                    "kd": kd,
+                    "kd": " ".join(f"{k},{delta}" for k, delta in dynamic) or "none",
                     "budget": budget,
                     "matched": matched,
                     "seeds": seeds,
@@ -157,6 +185,9 @@ def evaluate(
         soft_wrap=True,
         highlight=False,
     )
+    answers = group_answers(run)
+    _report_implausible(run, opened, answers)
+    _check_answered(run, named_methods(words), answers)
 
 
 def _open_tasks(names: list[str], data: Path | None, prompts: Any, limit: int | None) -> list[Task]:
@@ -183,6 +214,30 @@ def _report_failures(run: Run) -> None:
     text = f"{failed.total():,} answers failed, see {run.folder / PROBLEMS}. {times:,} of them: {reason} "
     text += "Run the same command with --retry to ask them again."
     errors.print(escape(text), style="yellow", highlight=False, soft_wrap=True)
+
+
+def _report_implausible(run: Run, tasks: list[Task], answers: Answers) -> None:
+    """Print what makes the scores of the run meaningless, last, so that it is not overlooked."""
+    from torino.evaluation.plausibility import find_implausible
+
+    opened = {task.name: task for task in tasks}
+    for item in find_implausible(run, opened, lambda task, setting: answers.get((task, setting), ())):
+        warn(item.text)
+
+
+def _check_answered(run: Run, named: list[str], answers: Answers) -> None:
+    """Refuse a run in which all tokens, or a method that was named, answered no question."""
+    failed: dict[str, str] = {}
+    for setting in run.settings.values():
+        rows = [row for task in run.tasks for row in answers.get((task, setting.id), ())]
+        if rows and setting.method in ("full", *named) and all("error" in row for row in rows):
+            failed[setting.id] = str(rows[0]["error"])
+    if failed:
+        first, *others = failed
+        more = f", and {len(others)} more" if others else ""
+        raise TorinoError(
+            f"{first}{more} answered no question: {failed[first]} All other answers are kept in {run.folder}."
+        )
 
 
 def _load_saes(given: list[str], needed: bool, device: str) -> dict[str, Any]:

@@ -184,6 +184,9 @@ def _parse_settings(method: str, kd: Sequence[str], budget: str | None, keep: st
         )
     if kd and not {"k", "delta"} <= set(_parameters(method)):
         raise BadParameter(f"--kd sets k and delta, which {reducer.name} does not have. Use --budget or --keep.")
+    for option, texts in {"--kd": kd, "--budget": [budget or ""]}.items():
+        if any(text.strip() == "none" for text in texts):
+            raise BadParameter(f"{option} none leaves nothing to draw. Give a value, or omit {option}.")
     pairs = [pair for text in kd for pair in parse_pairs(text)]
     sizes = [] if budget is None else [LookSetting(budget=count) for count in parse_budgets("--budget", budget)]
     sizes += [] if keep is None else [LookSetting(keep=parse_share(word.strip())) for word in keep.split(",")]
@@ -278,6 +281,8 @@ def _summarize(setting: LookSetting, plan: Reduction, names: Mapping[int, str]) 
 
 
 def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
+    from torino.core.explanation import format_removed
+
     table = Table(box=None, pad_edge=False)
     headings = {"k": "k", "delta": "δ", "budget": "budget", "keep": "keep"}
     given = [name for name in headings if any(name in summary for summary in summaries)]
@@ -289,7 +294,7 @@ def _table(summaries: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             *(_format_option(name, summary.get(name)) for name in given),
             f"[bold]{summary['tokens']}[/]",
-            f"{summary['removed']:.1%}",
+            format_removed(1, 1 - summary["removed"]),
             str(summary["single"]),
             groups or "none",
         )

@@ -23,6 +23,7 @@ from torino.cli._common import (
     out,
     reads_concepts,
 )
+from torino.cli._photos import default_photo_sae, photo_tokens
 from torino.cli._progress import progress
 from torino.core.errors import BadParameter, UnmetBudget
 
@@ -63,7 +64,7 @@ def reduce(
     """Reduce the visual tokens of images from a file, and show the groups."""
     from torino.core.explanation import concept_names
     from torino.core.tokens import load_tokens, ragged_patches
-    from torino.datasets.bundled import PHOTOS, example_tokens
+    from torino.datasets.bundled import PHOTOS
 
     bundled = tokens is None
     if output is not None and output.suffix not in (".npz", ".safetensors"):
@@ -72,12 +73,14 @@ def reduce(
         raise BadParameter(f"--output {output} is a folder. Give the path of a file.")
     if draw is not None:
         check_image_path("--draw", draw)
-    images = example_tokens() if tokens is None else load_tokens(tokens)
+    images = [] if tokens is None else load_tokens(tokens)
     if sae is None and bundled and method != "none" and reads_concepts(method):
-        sae = "example"
+        sae = default_photo_sae()
     reducer = build_reducer_with_budget(method, sae, levels, kd, budget, keep)
     if reducer is None:
         raise BadParameter("--method none keeps all tokens, so there is nothing to reduce. Choose a method.")
+    if bundled:
+        images = photo_tokens(sae, getattr(getattr(reducer, "inner", reducer), "sae", None), reducer.needs)
     batch = _plan(reducer, images)
     names = list(PHOTOS) if bundled else [f"image {index}" for index in range(len(images))]
     words = concept_names(reducer)
@@ -134,6 +137,8 @@ def _draw(path: Path, names: list[str], batch: Any, bundled: bool, words: Mappin
 
 
 def _summary(names: list[str], batch: Any) -> Table:
+    from torino.core.explanation import format_removed
+
     table = Table(box=None, pad_edge=False)
     for heading in ("image", "patches", "tokens", "removed", "largest group"):
         table.add_column(heading, justify="left" if heading == "image" else "right")
@@ -143,11 +148,11 @@ def _summary(names: list[str], batch: Any) -> Table:
     ]
     for name, patches, tokens, largest in rows[:20]:
         size = f"{largest} patch{'es' if largest > 1 else ''}"
-        table.add_row(escape(name), str(patches), str(tokens), f"{1 - tokens / patches:.1%}", size)
+        table.add_row(escape(name), str(patches), str(tokens), format_removed(patches, tokens), size)
     if len(rows) > 20:
         table.add_row(f"… {len(rows) - 20} more", "", "", "", "")
     if len(rows) > 1:
         patches, tokens = sum(row[1] for row in rows) / len(rows), sum(row[2] for row in rows) / len(rows)
         table.add_section()
-        table.add_row("mean", f"{patches:.0f}", f"{tokens:.1f}", f"{1 - tokens / patches:.1%}", "", style="bold")
+        table.add_row("mean", f"{patches:.0f}", f"{tokens:.1f}", format_removed(patches, tokens), "", style="bold")
     return table

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from torino.cli._common import errors, examples, out, split_list
+from torino.cli._common import errors, examples, out, split_list, warn
 from torino.core.errors import BadFile, BadParameter, TorinoError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ PLOT_EPILOG = examples(
     "torino plot paper -o figures",
 )
 KINDS = ("distribution", "pareto", "accuracy", "latency", "qualitative", "teaser")
+EXAMPLE_KINDS = ("qualitative", "teaser")
 FORMATS = ("png", "pdf", "svg")
 CAPTIONS = {
     "accuracy": "Relative score against visual tokens, one line per method; bands are confidence intervals.",
@@ -72,7 +73,7 @@ def report(
     if source != "paper":
         raise BadParameter(f"--against must be paper or paper:TABLE, got {against!r}.")
     from torino.evaluation.judge import Judge
-    from torino.evaluation.reporting.report import write_report
+    from torino.evaluation.reporting.report import list_warnings, write_report
     from torino.evaluation.reporting.summary import summarize_and_save
     from torino.evaluation.reporting.tables import select_paper_tables
     from torino.evaluation.results import open_run
@@ -93,6 +94,8 @@ def report(
     papers = select_paper_tables(summary, table or None) if against else []
     drawn = _draw_page_figures(summary) if figures else {}
     written = write_report(summary, output or opened.folder / "report", papers=papers, figures=drawn)
+    for text in list_warnings(summary):
+        warn(text)
     progress = summary["progress"]
     if not progress["whole"]:
         text = f"The run is not finished: {progress['answers']:,} of {progress['of']:,} answers. The report notes this."
@@ -131,6 +134,13 @@ def plot(
     file_formats = _parse_choices("--format", formats, FORMATS)
     from torino.evaluation.reporting.figures import save_figure
 
+    given = {"--tier": tier, "--methods": methods, "--samples": samples}
+    selecting = [option for option, text in given.items() if text is not None]
+    if selecting and not set(kinds) & set(EXAMPLE_KINDS):
+        raise BadParameter(
+            f"{selecting[0]} selects what the figures {' and '.join(EXAMPLE_KINDS)} show, and --kind has neither. Omit "
+            "one of them."
+        )
     selection = _ExampleSelection(tier, split_list(methods or ""), split_list(samples or ""))
     opened = _open_sources(sources)
     drawn: dict[str, Any] = {}
@@ -139,6 +149,8 @@ def plot(
         try:
             drawn |= _draw(item, opened, selection)
         except TorinoError as error:  # for example, the data is missing; other figures can still be drawn
+            if selecting and item in EXAMPLE_KINDS:
+                raise
             reasons.append(str(error))
     if kind and reasons:
         raise BadParameter(reasons[0])

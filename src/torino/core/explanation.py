@@ -92,3 +92,27 @@ def concept_names(reducer: object) -> Mapping[int, str]:
 def _format_range(weights: tuple[float, ...]) -> str:
     low, high = min(weights), max(weights)
     return f"of {low:.3g}" if high - low < 1e-6 * max(abs(high), 1) else f"from {low:.3g} to {high:.3g}"
+
+
+def format_removed(before: float, after: float) -> str:
+    """Format the share of tokens that a reduction removed; a budget can also ask for more tokens than there were.
+
+    Examples
+    --------
+    >>> format_removed(576, 127), format_removed(576, 576), format_removed(576, 600)
+    ('78.0%', 'none', '4.2% added')
+    """
+    share = 1 - after / max(before, 1)
+    return "none" if share == 0 else f"{share:.1%}" if share > 0 else f"{-share:.1%} added"
+
+
+def describe_change(before: float, after: float) -> str:
+    """Say how many tokens a reduction removed or added.
+
+    Examples
+    --------
+    >>> describe_change(576, 127), describe_change(576, 577)
+    ('78.0% removed', '0.2% added')
+    """
+    text = format_removed(before, after)
+    return text if text.endswith("added") else f"{text} removed"

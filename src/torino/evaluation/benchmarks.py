@@ -28,12 +28,15 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from torino.core.errors import TorinoError
+from torino.core.prompt_styles import PromptStyle
 from torino.evaluation.samples import Sample
 
 if TYPE_CHECKING:
     from torino.evaluation.judge import Grader
 
-PromptStyle = Literal["standard", "vlmevalkit", "llava"]
+Prompts = PromptStyle | Literal["auto", "task"]
+"""A prompt style; ``task`` for the task's own instruction; ``auto`` for that, else the model's style, else
+``standard``."""
 Kind = Literal["exact", "vqa", "mcq", "circular", "yes-no", "mme", "pope", "judge"]
 
 GROUP = "torino.tasks"
@@ -63,7 +66,8 @@ class Benchmark:
     max_score : float
         Highest possible score.
     instruction : str or None
-        Line added below the question; empty for none. None uses the instruction of the scoring rule.
+        The task's own prompt style: a line added below the question; empty for none. None leaves the style to the
+        model.
     category_columns : tuple of str
         Columns whose values get their own accuracy in a report.
     grader : callable, optional
@@ -207,14 +211,17 @@ def format_question(sample: Sample) -> str:
     return "\n".join([*hint, sample.question, *(f"{letter}. {text}" for letter, text in sample.options.items())])
 
 
-def answer_instruction(benchmark: Benchmark, kind: str, prompts: PromptStyle, text: str) -> str:
+def answer_instruction(benchmark: Benchmark, kind: str, prompts: Prompts, text: str) -> str:
     """Return the line below the question that asks for a form of answer; may be empty.
 
-    ``vlmevalkit`` is what VLMEvalKit sends to LLaVA-1.5; ``llava`` is what LLaVA-1.5's own scripts send. ``standard``
-    is VLMEvalKit's with one change: VLMEvalKit sends VizWiz questions without an instruction, for which long answers
-    and scores near zero are reported, so they get LLaVA's instruction.
+    ``plain`` sends the question as it is. ``vlmevalkit`` is what VLMEvalKit sends to LLaVA-1.5; ``llava`` is what
+    LLaVA-1.5's own scripts send. ``standard`` is VLMEvalKit's with one change: VLMEvalKit sends VizWiz questions
+    without an instruction, for which long answers and scores near zero are reported, so they get LLaVA's instruction.
+    ``task`` and ``auto`` use the instruction of the benchmark if it has one, else ``standard``.
     """
-    if benchmark.instruction is not None:
+    if prompts == "plain":
+        return ""
+    if prompts in ("task", "auto") and benchmark.instruction is not None:
         return benchmark.instruction
     if kind in ("mcq", "circular"):
         return LETTER_CHINESE if re.search(r"[\u4e00-\u9fff]", text) else LETTER

@@ -142,8 +142,9 @@ def load_examples(
             for setting in shown
             if files[setting.id].is_file()
         ]
-        if not examples:
-            raise TorinoError(f"No reduction of {name}:{index} is saved for the selected settings.")
+        missing = [setting.id for setting in shown if not files[setting.id].is_file()]
+        if not examples or (settings and missing):
+            raise TorinoError(f"The run has saved no reduction of {name}:{index} by {', '.join(missing)}.")
         with Image.open(folder / IMAGE) as image:
             question = format_question(sample)
             cases.append(ExampleCase(name, index, question, image.convert("RGB"), *answers[FULL.id], examples))

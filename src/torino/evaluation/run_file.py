@@ -87,6 +87,7 @@ def open_run_file(folder: Path, facts: dict[str, Any]) -> None:
             f"The run in {folder} was started with other tasks or other data ({names}). Use the same tasks to resume "
             "it, or another folder for another run."
         )
+    _check_prompts(folder, known, facts)
     added = new_settings(folder, known["settings"], facts["settings"])
     if added or (facts["matched"] and not known.get("matched", True)):
         known["matched"] = facts["matched"] or known.get("matched", True)
@@ -110,8 +111,19 @@ def new_settings(
 
 
 def _task_identity(facts: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    names = ("task", "fingerprint", "prompts", "max_new_tokens")
+    names = ("task", "fingerprint", "max_new_tokens")
     return [tuple(task[name] for name in names) for task in facts["tasks"]]
+
+
+def _check_prompts(folder: Path, known: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Refuse other prompts than those of the recorded answers."""
+    for old, new in zip(known["tasks"], facts["tasks"], strict=True):
+        if (old["prompts"], old["prompt"]) != (new["prompts"], new["prompt"]):
+            raise BadParameter(
+                f"The run in {folder} asked {old['task']} with the prompts {old['prompts']!r} ({old['prompt']!r}), and "
+                f"now they are {new['prompts']!r} ({new['prompt']!r}). Use the same prompts to resume it (--prompts), "
+                "or another folder for another run."
+            )
 
 
 def _describe_sae(sae: Any) -> dict[str, Any]:

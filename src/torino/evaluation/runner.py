@@ -20,6 +20,7 @@ from torino.evaluation.results import ANSWERS, PROBLEMS, SETTINGS, Run, open_run
 from torino.evaluation.run_file import describe_run, new_settings, open_run_file
 from torino.evaluation.samples import Sample
 from torino.evaluation.tasks import Task
+from torino.reducers.base import parse_spec
 from torino.vlm.session import VLM
 
 Key = tuple[str, str, str]
@@ -63,13 +64,23 @@ class RunPlan:
                 "methods. Add one, or run the fixed tiers alone."
             )
         budgeted, as_written = protocol.split_specs(self.specs)
-        without_tier = [name for name in self.methods if name not in protocol.KD_METHODS]
-        without_tier += [spec for spec in budgeted if spec not in as_written]
-        if without_tier and self.dynamic and not self.matched and not self.fixed:
+        if not self.fixed and not (self.dynamic and self.matched):
+            alone = protocol.KD_METHODS if self.dynamic else ()
+            idle = [name for name in self.methods if name not in alone]
+            idle += [spec for spec in budgeted if spec not in as_written]
+            if idle:
+                dynamic = "TORINO runs alone in the dynamic tiers" if self.dynamic else "there are no dynamic tiers"
+                raise BadParameter(
+                    f"{idle[0]} has no tier to run in: {dynamic}, and there are no fixed ones. Leave it out, or give "
+                    "fixed tiers (--budget 64)."
+                )
+        reads = [word for word in (*self.methods, *self.specs) if protocol.has_parameter(parse_spec(word)[0], "sae")]
+        if reads and not saes:
             raise BadParameter(
-                f"{without_tier[0]} has no tier to run in: TORINO runs alone in the dynamic tiers, and there are no "
-                "fixed ones. Leave it out, or give fixed tiers."
+                f"{reads[0]} reads concepts and there is no SAE. Give one, or 'none' to run without one."
             )
+        if self.seeds < 1:
+            raise BadParameter(f"seeds must be at least 1, got {self.seeds}.")
         settings = [FULL, *protocol.dynamic_settings(self.methods, saes, self.dynamic)]
         settings += protocol.fixed_settings([*self.methods, *budgeted], self.fixed, saes, self.seeds)
         return [*settings, *protocol.own_settings(as_written, saes)]
@@ -124,6 +135,8 @@ def evaluate(
     vlm : VLM
         The model, with its padding, positions, attention and text query.
     tasks : sequence of Task
+        Tasks with ``prompts="auto"`` and without an instruction of their own use the prompt style of the model's
+        package.
     plan : RunPlan
     saes : mapping of label to SAE
         ``none`` stands for no SAE and needs no entry.
@@ -157,6 +170,7 @@ def evaluate(
             f"Two tasks are called {repeated[0]}, so their answers could not be told apart. Give each file once, or "
             "rename one of them."
         )
+    tasks = [task.for_model(None if vlm.package is None else vlm.package.prompts) for task in tasks]
     labels = list(saes)
     first_settings = plan.first_settings(labels)
     reducers = {setting.id: setting.reducer(saes) for setting in first_settings}

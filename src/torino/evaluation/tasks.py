@@ -13,17 +13,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
 from torino.core.errors import BadFile, BadParameter, UnknownName, unknown_name
+from torino.core.prompt_styles import PromptStyle
 from torino.evaluation import scoring
 from torino.evaluation.benchmarks import (
     CUSTOM,
     Benchmark,
     Kind,
-    PromptStyle,
+    Prompts,
     all_benchmarks,
     answer_instruction,
     find_benchmark,
@@ -34,6 +35,7 @@ from torino.evaluation.samples import OnBadRow, RowProblem, Sample, SampleTable,
 
 ROTATION_STEP = 1_000_000  # between the indices of a question's rotations, in MMBench's TSV
 
+PromptsFrom = Literal["option", "task", "model", "default"]
 _Rule = Callable[[Sample, str], scoring.Grade]
 _Total = Callable[[scoring.GradedAnswers], tuple[scoring.ScoreStats, scoring.Parts]]
 _RULES: dict[str, tuple[str, _Rule, _Total]] = {
@@ -47,6 +49,7 @@ _RULES: dict[str, tuple[str, _Rule, _Total]] = {
     "judge": ("mean grade of the judge", make_rule({}), scoring.ability_score),
 }
 _PARSED = ("mcq", "circular", "yes-no", "mme", "pope")
+_PROMPTS = ("auto", "task", *get_args(PromptStyle))
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,10 @@ class Task:
     problems : tuple of RowProblem
         Rows of the file that could not be used.
     prompts : str
-        Prompt style: ``standard``, ``vlmevalkit`` or ``llava``.
+        Prompt style: ``plain``, ``standard``, ``vlmevalkit`` or ``llava``; ``task`` for the benchmark's own
+        instruction; ``auto`` until :meth:`for_model` has chosen one.
+    prompts_from : {"option", "task", "model", "default"}
+        Who chose the prompt style.
     """
 
     name: str
@@ -77,7 +83,8 @@ class Task:
     fingerprint: str
     benchmark: Benchmark = CUSTOM
     problems: tuple[RowProblem, ...] = ()
-    prompts: PromptStyle = "standard"
+    prompts: Prompts = "auto"
+    prompts_from: PromptsFrom = "option"
     _positions: dict[str, int] = field(default_factory=dict[str, int], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +108,22 @@ class Task:
         if self.kind in ("mme", "pope", "yes-no") and self.prompts == "llava":
             question = re.sub(r"\s*Please answer yes or no\.?\s*$", "", question, flags=re.IGNORECASE)
         return question if not instruction or instruction in question else f"{question}\n{instruction}"
+
+    def for_model(self, prompts: PromptStyle | None) -> Task:
+        """Choose the prompt style if none was given: the task's own, else the model's, else ``standard``.
+
+        Parameters
+        ----------
+        prompts : str or None
+            The style that the model states, see :class:`torino.vlm.loading.ModelPackage`.
+        """
+        if self.prompts != "auto":
+            return self
+        if self.benchmark.instruction is not None:
+            return replace(self, prompts="task", prompts_from="task")
+        if prompts is not None:
+            return replace(self, prompts=prompts, prompts_from="model")
+        return replace(self, prompts="standard", prompts_from="default")
 
     def take(self, count: int, seed: int | None = None) -> Task:
         """Return the task with its first ``count`` questions, or with a seed ``count`` random ones.
@@ -163,13 +186,14 @@ class Task:
         prompt = f"question\n{instruction}" if instruction else "question"
         if self.kind in ("mcq", "circular"):
             translated = "" if chinese == instruction else f" (Chinese: {chinese})"
-            prompt = f"hint\nquestion\nA. …\nB. …\n{instruction}{translated}"
+            prompt = f"hint\nquestion\nA. …\nB. …\n{instruction}{translated}".rstrip()
         return {
             "task": self.name,
             "file": self.source.name,
             "fingerprint": self.fingerprint,
             "harness": "torino, VLMEvalKit's data layout",
             "prompts": self.prompts,
+            "prompts_from": self.prompts_from,
             "prompt": prompt,
             "metric": _RULES[self.kind][0],
             "samples": len(self.samples),
@@ -205,7 +229,7 @@ def open_task(
     folder: str | Path | None = None,
     *,
     kind: Kind | None = None,
-    prompts: PromptStyle = "standard",
+    prompts: Prompts = "auto",
     image_root: str | Path | None = None,
     on_bad_row: OnBadRow = "skip",
 ) -> Task:
@@ -221,15 +245,16 @@ def open_task(
         Folder of the TSV files; by default the environment variable ``LMUData``, else ``LMUData`` in the home folder.
     kind : str, optional
         Scoring rule; by default that of the benchmark, for other files ``mcq`` if they have options, else ``vqa``.
-    prompts : {"standard", "vlmevalkit", "llava"}
-        Prompt style; see :func:`torino.evaluation.benchmarks.answer_instruction`.
+    prompts : {"auto", "plain", "standard", "vlmevalkit", "llava"}
+        Prompt style; see :func:`torino.evaluation.benchmarks.answer_instruction`. ``auto`` is the task's own, else
+        that of the model that is evaluated, else ``standard``.
     image_root : path, optional
         Folder of relative image paths.
     on_bad_row : {"skip", "raise"}
         Add rows that cannot be used to ``problems``, or raise :class:`BadFile`.
     """
-    if prompts not in get_args(PromptStyle):
-        raise BadParameter(f"prompts must be standard, vlmevalkit or llava, got {prompts!r}.")
+    if prompts not in _PROMPTS:
+        raise BadParameter(f"prompts must be auto or one of {', '.join(get_args(PromptStyle))}, got {prompts!r}.")
     if kind is not None and kind not in _RULES:
         raise BadParameter(f"kind must be one of {', '.join(_RULES)}, got {kind!r}.")
     path = find_task(name, folder)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from torino.core.explanation import describe_change
 from torino.core.reduction import Reduction
 from torino.viz.draw import (
     INK,
@@ -83,7 +84,7 @@ def draw_look(
     _draw_text(pen, (margin, 20), title, INK, huge, page.width - 2 * margin)
     for number, (heading, plan) in enumerate(plans):
         top = head + number * (label + height + foot)
-        removed = f"{plan.patches} patches -> {len(plan)} tokens, {1 - len(plan) / plan.patches:.1%} removed"
+        removed = f"{plan.patches} patches -> {len(plan)} tokens, {describe_change(plan.patches, len(plan))}"
         _draw_text(pen, (margin, top + 12), heading, INK, large, width)
         _draw_text(pen, (margin + width + gap, top + 12), removed, INK, large, 3 * width + 2 * gap)
         pictures = [Image.fromarray(scale_to_grid(photo, plan.grid, cell).astype(np.uint8))]

@@ -8,8 +8,9 @@ keys. Hooks ignore all threads but the one that registered them, so several thre
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,17 @@ SIGNALS = {
     "head_keys": ("key",),  # (N, width / heads): mean over heads
     "queries": ("query",),  # (N, width)
 }
+
+
+@dataclass
+class BlockCount:
+    """Blocks of a tower that its feature layer and the captured signals need, and all of its blocks; 0 if unknown."""
+
+    needed: int = 0
+    all: int = 0
+
+
+_count: ContextVar[BlockCount | None] = ContextVar("torino_block_count", default=None)
 # PyTorch numbers hooks with a counter that two threads could read at once; the second hook would replace the first.
 placing = threading.Lock()
 
@@ -111,6 +123,17 @@ def tower_layout(tower: nn.Module) -> TowerLayout:
     )
 
 
+@contextmanager
+def run_all_blocks() -> Generator[BlockCount]:
+    """Let towers run to their last block, as the stock model does; yield how many blocks would have been enough."""
+    count = BlockCount()
+    token = _count.set(count)
+    try:
+        yield count
+    finally:
+        _count.reset(token)
+
+
 def capture(
     tower: nn.Module, parts: TowerLayout, block: int, needs: frozenset[str], run: Callable[[], object]
 ) -> CapturedFeatures:
@@ -132,7 +155,10 @@ def capture(
     sources = {name: _check_signal(name, block, len(parts.blocks), parts) for name in sorted(needs)}
     sources.pop("cls", None)
     projections = {"query": parts.query, "key": parts.key}
-    capturer = OutputCapturer(stop=not _is_checkpointing(parts))
+    count = _count.get()
+    if count is not None:
+        count.needed, count.all = max(block, *sources.values(), -1) + 1, len(parts.blocks)
+    capturer = OutputCapturer(stop=count is None and not _is_checkpointing(parts))
     with ExitStack() as hooks:
         if block < 0:
             capturer.register(hooks, parts.blocks[0], "states", take_input=True)

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from torino.core.device import resolve_device, resolve_dtype
 from torino.core.errors import BadFile, TorinoError, Unreachable
+from torino.core.prompt_styles import PromptStyle
 from torino.vlm.adapters.base import check_family
 
 GROUP = "torino.models"
@@ -43,12 +44,16 @@ class ModelPackage:
         Returns the folder of the model's vision tower alone.
     block : int, optional
         Zero-based block of the tower that the model and the SAE read.
+    prompts : {"plain", "standard", "vlmevalkit", "llava"}, optional
+        Prompt style that the model was trained with: how ``torino eval`` writes the questions of tasks that have no
+        instruction of their own. ``plain`` sends each question as it is. Default: ``standard``.
     """
 
     folder: Callable[[], Path]
     sae: Callable[[], Path] | None = None
     tower: Callable[[], Path] | None = None
     block: int | None = None
+    prompts: PromptStyle | None = None
 
 
 def model_packages() -> dict[str, EntryPoint]:
@@ -86,6 +91,11 @@ def model_package(name: str | os.PathLike[str]) -> ModelPackage | None:
         raise TorinoError(
             f"{owner}: {entry.value} gives a {type(package).__name__}, not a ModelPackage. Update the package or "
             "uninstall it."
+        )
+    if package.prompts is not None and package.prompts not in get_args(PromptStyle):
+        raise TorinoError(
+            f"{owner}: its prompts must be {', '.join(get_args(PromptStyle))}, got {package.prompts!r}. Update the "
+            "package or uninstall it."
         )
     return package
 

@@ -31,6 +31,7 @@ from torino.vlm.adapters.base import (
     position_mode,
 )
 from torino.vlm.attention import Attention, log_sizes, uses_proportional
+from torino.vlm.early_exit import measure_early_exit
 from torino.vlm.generate import FirstTokenClock, GenerateCall, run_generate
 from torino.vlm.loading import ModelPackage, load_model, model_package
 from torino.vlm.prefix import PrefixCache
@@ -423,13 +424,8 @@ class VLM:
             before=before,
             after=reduction.tokens,
             new_tokens=output.ids.shape[1],
-            seconds={
-                "processor": inputs.seconds,
-                **seconds,
-                "prefill": output.prefill,
-                "decode": output.decode,
-                "total": total,
-            },
+            seconds={"processor": inputs.seconds, **seconds}
+            | {"prefill": output.prefill, "decode": output.decode, "total": total},
             padding=self.padding,
             trace=trace,
             seen=tuple(as_seen(inputs.tensors, self.processor, inputs.images)),
@@ -483,8 +479,8 @@ def ask(
     max_new_tokens : int
         Longest answer.
     baseline : bool
-        Also answer with all tokens. The model then generates one token first, so that neither answer includes
-        start-up time.
+        Also answer with all tokens, and measure what stopping the tower saves (:attr:`Answer.speedup`). The model
+        then generates one token first, so that neither answer includes start-up time.
     **generation
         Passed to ``model.generate``. Decoding is greedy by default.
     """
@@ -497,4 +493,6 @@ def ask(
     answer = vlm.answer(vlm.inputs(image, question), reducer, **options)
     if not baseline:
         return answer
-    return replace(answer, baseline=vlm.answer(vlm.inputs(image, question), None, **options))
+    inputs = vlm.inputs(image, question)
+    full = vlm.answer(inputs, None, **options)
+    return replace(answer, baseline=full, early_exit=measure_early_exit(vlm, inputs))

@@ -10,6 +10,7 @@ from typing import Any, overload
 from PIL import Image
 
 from torino.core.errors import BadParameter
+from torino.core.explanation import format_removed
 from torino.core.reduction import Reduction
 from torino.datasets.images import Padding
 
@@ -112,13 +113,13 @@ class Trace(Sequence[Reduction]):
         """Return a table with a line for each call and the times by stage."""
         if not self.calls:
             return "No image was reduced."
-        lines = [f"{'call':>4}  {'images':>6}  {'tokens':>15}  {'removed':>7}  {'cache saved':>11}  reducer"]
+        lines = [f"{'call':>4}  {'images':>6}  {'tokens':>15}  {'removed':>10}  {'cache saved':>11}  reducer"]
         for number, call in enumerate(self.calls):
             before, after = sum(call.before), sum(call.after)
             by = call.reductions[0].by if call.reductions else ""
             lines.append(
                 f"{number:>4}  {len(call.before):>6}  {f'{before} -> {after}':>15}  "
-                f"{1 - after / max(before, 1):>7.1%}  {call.bytes_saved / 2**20:>7.1f} MiB  {by}"
+                f"{format_removed(before, after):>10}  {call.bytes_saved / 2**20:>7.1f} MiB  {by}"
             )
         return "\n".join([*lines, f"time: {self._format_times()}"])
 
@@ -130,6 +131,34 @@ class Trace(Sequence[Reduction]):
             if stage in seconds:
                 times.append(f"{stage} {seconds.pop(stage) * 1e3:.1f} ms" + (f" ({inner})" if inner else ""))
         return ", ".join([*times, *[f"{name} {value * 1e3:.1f} ms" for name, value in seconds.items()]])
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """The tower stops at its feature layer with and without reduction; the stock model runs all blocks.
+
+    Attributes
+    ----------
+    blocks, of : int
+        Blocks up to the feature layer, and all blocks of the tower.
+    seconds, all_seconds : float
+        Time of the tower up to the feature layer, and of all blocks.
+    """
+
+    blocks: int
+    of: int
+    seconds: float
+    all_seconds: float
+
+    @property
+    def saved(self) -> float:
+        """Seconds saved for each prompt; never negative, although measured times vary."""
+        return max(self.all_seconds - self.seconds, 0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all values, ready for JSON."""
+        times = {"seconds": round(self.seconds, 6), "all_seconds": round(self.all_seconds, 6)}
+        return {"blocks": self.blocks, "of": self.of, **times}
 
 
 @dataclass(frozen=True)
@@ -157,7 +186,11 @@ class Answer:
     seen : tuple of PIL images
         The images as the tower received them, one for each reduction.
     baseline : Answer or None
-        The answer with all tokens, if it was asked for.
+        The answer with all tokens, if it was asked for. Its tower stops at the feature layer too, so the two answers
+        differ in their tokens only.
+    early_exit : EarlyExit or None
+        What stopping the tower saves in both answers compared with the stock model; measured with a baseline, where
+        the model does not read the last block.
     """
 
     text: str
@@ -170,6 +203,7 @@ class Answer:
     trace: Trace | None = None
     seen: tuple[Image.Image, ...] = field(default=(), repr=False)
     baseline: Answer | None = None
+    early_exit: EarlyExit | None = None
 
     def __str__(self) -> str:
         """Return the text."""
@@ -194,12 +228,19 @@ class Answer:
 
     @property
     def speedup(self) -> dict[str, float]:
-        """Ratio to the baseline: ``first_token``, and ``total`` (answers may differ in length)."""
+        """How many times as fast, separately by cause; empty without a baseline.
+
+        ``first_token`` and ``total`` are due to the tokens: this answer and the baseline, whose towers both stop at
+        the feature layer (answers may differ in length). ``early_exit`` is due to stopping the tower: the first token
+        of the baseline and of the stock model. It needs no reduction, so it is not part of the other two.
+        """
         full = self.baseline
         if full is None:
             return {}
         times = {"first_token": (full.first_token, self.first_token)}
         times["total"] = (full.seconds["total"], self.seconds["total"])
+        if self.early_exit is not None:
+            times["early_exit"] = (full.first_token + self.early_exit.saved, full.first_token)
         return {name: slow / max(fast, 1e-9) for name, (slow, fast) in times.items()}
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,4 +256,6 @@ class Answer:
         if self.baseline is not None:
             result["baseline"] = self.baseline.to_dict()
             result["speedup"] = {name: round(value, 3) for name, value in self.speedup.items()}
+        if self.early_exit is not None:
+            result["early_exit"] = self.early_exit.to_dict()
         return result

@@ -331,6 +331,54 @@ def test_page_is_self_contained_and_shows_the_configuration(tmp_path: Path) -> N
     assert text.count('<table class="sortable">') == 6
 
 
+def test_warnings_come_first(tmp_path: Path, summary: dict[str, Any]) -> None:
+    folder = write_synthetic_run(tmp_path / "constant", questions=10)
+    file = folder / "answers" / "1of1.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        if row["setting"] == "full":
+            row["prediction"] = "<b>B</b>" if row["task"] == "POPE" else "none"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = CliRunner().invoke(make_report_app(), ["report", str(folder), "--draws", "100", "--no-figures"])
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stderr.split())
+    assert "warning: GQA: with all tokens the model scores 0.00: no answer is right." in text
+    assert "warning: POPE: with all tokens the model gives one answer to all 10 questions, '<b>B</b>'" in text
+    found = json.loads((folder / "scores.json").read_text())["warnings"]
+    assert [(item["task"], item["kind"], item["answer"]) for item in found] == [
+        ("GQA", "chance", None),
+        ("POPE", "constant", "<b>B</b>"),
+    ]
+    lines = [line for line in (folder / "report" / "report.md").read_text().splitlines() if line]
+    assert lines[1].startswith("> **Warning:** GQA: with all tokens the model scores 0.00")
+    assert lines[2].startswith("> **Warning:** POPE: with all tokens the model gives one answer to all 10 questions")
+    assert "'&lt;b&gt;B&lt;/b&gt;'" in lines[2]
+    page = (folder / "report" / "report.html").read_text()
+    first = page.index('role="alert"><strong>Warning:</strong> GQA: with all tokens')
+    assert first < page.index('<p class="note">') < page.index("<h2>Scores</h2>")
+    assert "<b>B</b>" not in page
+    assert summary["warnings"] == [], "an ordinary run has none"
+    old = {name: value for name, value in summary.items() if name != "warnings"}
+    assert write_report(old, tmp_path / "old"), "summaries of earlier versions have none"
+
+
+def test_prompts_are_in_the_configuration(tmp_path: Path) -> None:
+    folder = write_synthetic_run(tmp_path / "run", questions=5)
+    metadata = json.loads((folder / "run.json").read_text())
+    metadata["tasks"][0] |= {"prompts": "plain", "prompts_from": "model"}
+    (folder / "run.json").write_text(json.dumps(metadata))
+    write_report(summarize(open_run(folder), draws=100), tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "- Prompts: plain (of the model): GQA; standard (the default): POPE" in text
+
+
+def test_a_tier_with_more_tokens_than_all(summary: dict[str, Any]) -> None:
+    changed = json.loads(json.dumps(summary))
+    changed["tiers"][-1] |= {"tokens": 600.0, "removed": -4.2}
+    assert "(↑4 %)" in to_markdown(build_table(changed))
+    assert "↓-" not in to_markdown(build_table(changed))
+
+
 def test_markdown_and_details_agree(summary: dict[str, Any], tmp_path: Path) -> None:
     write_report(summary, tmp_path)
     rows = list(csv.DictReader(io.StringIO((tmp_path / "details.csv").read_text())))

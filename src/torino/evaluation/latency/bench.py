@@ -59,6 +59,8 @@ class Bench:
     rows : list of BenchRow
     notes : list of str
         Methods that were left out and why, and other remarks for the reader.
+    left_out : list of (Setting, str)
+        The settings that could not be measured, and why.
     survivors : dict of str to dict
         For each SAE with ``prefilter = "int8"``: the latents per token that the prefilter could not exclude.
     """
@@ -69,6 +71,7 @@ class Bench:
         self.plan = plan
         self.rows = [BenchRow(setting, setting.reducer(saes)) for setting in settings]
         self.notes: list[str] = []
+        self.left_out: list[tuple[Setting, str]] = []
         self.about: dict[str, Any] = {}
         self.survivors: dict[str, dict[str, float]] = {}
         self._filtered = {name: sae for name, sae in saes.items() if isinstance(sae, SAE) and sae.prefilter == "int8"}
@@ -136,6 +139,8 @@ class Bench:
         name, source : str
             Descriptions of the model and the images.
         """
+        from torino.vlm.early_exit import measure_early_exit
+
         picked = self.plan.pick(len(images))
         reducers = [row.reducer for row in self.rows]
 
@@ -150,8 +155,10 @@ class Bench:
         self._try(lambda row: module(row, first, False))
         self._rounds(picked, encode, module)
         self._count_survivors(lambda reducer: first.run(reducer)[0].tokens)
+        exit_ = None
         if self.plan.answers:
             self._time_answers(vlm, [images[index] for index in picked], question)
+            exit_ = measure_early_exit(vlm, first.inputs, self.plan.answers)
         else:
             self.rows = [row for row in self.rows if row.reducer is not None]
         self.about = {
@@ -168,6 +175,7 @@ class Bench:
             "answers": self.plan.answers,
             "answer_tokens": self.plan.length,
             "memory": "answer" if self.plan.answers else None,
+            "early_exit": None if exit_ is None else exit_.to_dict(),
         }
 
     def _time_reducer(self, row: BenchRow, reducer: Reducer, encoded: Encoded, keep: bool) -> None:
@@ -259,12 +267,12 @@ class Bench:
             except TorinoError as error:
                 self._leave_out(row, str(error))
         if not any(row.reducer is not None for row in self.rows):
-            reasons = [note for note in self.notes if " was left out: " in note]
-            raise BadParameter("No method can be measured here. " + " ".join(reasons[:2]))
+            raise BadParameter("No method can be measured here. " + " ".join(why for _, why in self.left_out[:2]))
 
     def _leave_out(self, row: BenchRow, why: str) -> None:
         self.rows = [other for other in self.rows if other is not row]
-        self.notes.append(f"{row.setting.spec} was left out: {why.rstrip('.')}.")
+        self.left_out.append((row.setting, f"{row.setting.spec} was left out: {why.rstrip('.')}."))
+        self.notes.append(self.left_out[-1][1])
 
     def document(self) -> dict[str, Any]:
         """Return all measurements for JSON."""

@@ -33,10 +33,11 @@ def render_page(
     summary: Summary,
     table: ReportTable,
     facts: Mapping[str, str],
+    warnings: Sequence[str],
     statements: Sequence[str],
     figures: Mapping[str, str],
 ) -> str:
-    """Render the page: notes, a sortable table per tier, figures, and the configuration of the run.
+    """Render the page: warnings, notes, a sortable table per tier, figures, and the configuration of the run.
 
     Parameters
     ----------
@@ -44,6 +45,8 @@ def render_page(
     table : ReportTable
     facts : mapping of name to str
         Configuration of the run.
+    warnings : sequence of str
+        What makes scores meaningless.
     statements : sequence of str
         Notes, which may contain ``**bold**`` and ``*italic*``.
     figures : mapping of caption to SVG
@@ -65,6 +68,7 @@ def render_page(
         name=summary["name"],
         model=summary["run"]["model"],
         level=level,
+        warnings=warnings,
         statements=statements,
         tiers=[_build_tier(tier, table, level) for tier in table.tiers],
         figures=[(caption, Markup(strip_xml_header(svg))) for caption, svg in figures.items()],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,20 @@ def write_report(
         "table.csv": to_csv(table),
         "details.csv": to_detailed_csv(summary),
         "table.tex": to_latex(table, write_caption(summary, table), f"tab:{summary['name']}"),
-        "report.html": render_page(summary, table, list_facts(summary), list_statements(summary, table), figures or {}),
+        "report.html": render_page(
+            summary, table, list_facts(summary), list_warnings(summary), list_statements(summary, table), figures or {}
+        ),
     }
     return [_write(Path(folder) / name, text) for name, text in texts.items()]
 
 
 def write_markdown(summary: Summary, table: ReportTable) -> str:
     """Return the complete report as Markdown."""
-    parts = [f"# {summary['name']}", *[f"> {statement}" for statement in list_statements(summary, table)]]
+    parts = [
+        f"# {summary['name']}",
+        *[f"> **Warning:** {escape(text, quote=False)}" for text in list_warnings(summary)],
+    ]
+    parts += [f"> {statement}" for statement in list_statements(summary, table)]
     parts += ["## Scores", _legend(summary), to_markdown(table)]
     parts += ["## Confidence intervals of relative scores", _interval_tables(summary, table)]
     parts += ["## Answers", _answer_table(summary)]
@@ -89,6 +96,11 @@ def write_caption(summary: Summary, table: ReportTable) -> str:
     if table.papers:
         text += " Rows in gray are the figures printed in the paper, which were not measured here."
     return text if summary["progress"]["whole"] else f"{text} Preliminary: the run is not finished."
+
+
+def list_warnings(summary: Summary) -> list[str]:
+    """Return what makes scores meaningless, for the top of the report; summaries of older versions have none."""
+    return [str(warning["text"]) for warning in summary.get("warnings", ())]
 
 
 def list_statements(summary: Summary, table: ReportTable) -> list[str]:
@@ -132,7 +144,7 @@ def list_facts(summary: Summary) -> dict[str, str]:
         "Model": f"{run['model']} ({run['family']})" if run.get("family") else str(run["model"]),
         "SAE": "; ".join(_describe_sae(label, sae) for label, sae in run.get("saes", {}).items()) or "none",
         "Harness": ", ".join(dict.fromkeys(str(task["harness"]) for task in run["tasks"])),
-        "Prompts": ", ".join(dict.fromkeys(str(task["prompts"]) for task in run["tasks"])),
+        "Prompts": _describe_prompts(run["tasks"]),
         "Padding": str(run.get("padding", "")),
         "Positions": str(run.get("positions", "")),
         "Attention": str(run.get("attention", "")),
@@ -155,6 +167,19 @@ def _legend(summary: Summary) -> str:
         f"per-benchmark ratios to the full-token baseline of {run}. MME in points, all others in percent. ± is the "
         "standard deviation over seeds."
     )
+
+
+def _describe_prompts(tasks: Sequence[Mapping[str, Any]]) -> str:
+    """Return the prompt styles of the tasks and who chose them, with the names of the tasks if they differ."""
+    by_style: dict[str, list[str]] = {}
+    for task in tasks:
+        style, source = str(task["prompts"]), task.get("prompts_from")
+        chosen = {"option": "as given", "model": "of the model", "default": "the default"}.get(str(source), "")
+        text = "the task's own" if style == "task" else style + (f" ({chosen})" if chosen else "")
+        by_style.setdefault(text, []).append(str(task["task"]))
+    if len(by_style) == 1:
+        return next(iter(by_style))
+    return "; ".join(f"{text}: {', '.join(names)}" for text, names in by_style.items())
 
 
 def _describe_sae(label: str, sae: Mapping[str, Any]) -> str:

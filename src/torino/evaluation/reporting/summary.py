@@ -18,6 +18,7 @@ from torino.core.errors import BadFile, BadParameter
 from torino.core.io import read_json, write_json
 from torino.evaluation.benchmarks import find_benchmark
 from torino.evaluation.judge import Grader
+from torino.evaluation.plausibility import find_implausible
 from torino.evaluation.protocol import KD_METHODS, NO_SAE, Setting
 from torino.evaluation.results import SETTINGS, Run, open_run
 from torino.evaluation.scoring import Score, ScoreStats
@@ -91,6 +92,7 @@ def summarize(
     summary["baseline_of"] = None if baseline_of is None else Path(baseline_of).name
     for column in summary["columns"]:
         column["note"] = scorer.notes.get(column["task"], "")
+    summary["warnings"] = [item.to_dict() for item in find_implausible(run, opened, scorer.rows)]
     _compare(scorer, summary, versus)
     return _to_json(summary)
 
@@ -344,6 +346,7 @@ def _build_summary(run: Run, rows: list[dict[str, Any]], answers: Answers) -> Su
         "name": run.folder.resolve().name,
         "run": metadata,
         "scored": True,
+        "warnings": [],
         "notes": [f"Tasks of the run that are left out here: {', '.join(run.left_out)}."] if run.left_out else [],
         "answers": {"rows": sum(map(len, answers.values())), "bytes": _answer_bytes(run)},
         "progress": _progress(run, answers),

@@ -335,7 +335,8 @@ def _build_paper_row(row: PaperRow, columns: Mapping[str, str]) -> TableRow:
 def _heading(tier: Mapping[str, Any]) -> str:
     if tier["tokens"] is None:
         return f"Tier {tier['tier']}, not started"
-    removed = f"(↓{tier['removed']:.0f} %)" if tier["removed"] is not None else ""
+    removed = tier["removed"]
+    removed = "" if removed is None else f"({'↓' if removed >= 0 else '↑'}{abs(removed):.0f} %)"
     if not tier["dynamic"]:
         return f"Retain {tier['tokens']:.0f} tokens {removed}".strip()
     pair, sae = parse_tier(str(tier["tier"]))
