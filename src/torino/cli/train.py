@@ -367,7 +367,7 @@ def _open_heldout(path: Path, trained: Store) -> tuple[Callable[[], Iterable[Any
             "and the same tower."
         )
     photos = [photo for photo in range(held.photos) if len(store.row_range(photo))]  # without skipped photos
-    return lambda: (store.photo_rows(photo) for photo in photos), f"{held.data}, {held.digest}"
+    return lambda: (store.photo_rows(photo) for photo in photos), f"{held.data}, {held.digest}, {store.content}"
 
 
 # ---------------------------------------------------------------------- output

@@ -39,6 +39,7 @@ def read_sae(source: str | Path, *, kind: Kind | None = None, decoder: bool = Tr
     if kind is not None and kind not in get_args(Kind):
         raise BadParameter(f"kind must be one of {', '.join(map(repr, get_args(Kind)))}, got {kind!r}.")
     file = CheckpointFile(locate(source))
+    file.verify()
     sae = _select_reader(file)(file, decoder).build(file.path, kind)
     sae.names = native.read_names(file, sae.latents)
     sae.folder = file.path.parent

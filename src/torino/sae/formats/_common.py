@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from torino.core.checksum import damaged_file, verify_safetensors
 from torino.core.errors import BadFile, TorinoError
-from torino.core.io import read_checkpoint, read_json, read_safetensors
+from torino.core.io import hash_tensors, read_checkpoint, read_json, read_safetensors
 from torino.core.tokens import FLOATS
+from torino.core.verified import VerifiedFiles
 from torino.sae.card import SAECard
 from torino.sae.model import SAE, Kind, Normalize
 
@@ -26,6 +28,8 @@ ACCEPTED = (
     "sparsify"
 )
 THRESHOLDED = ("batchtopk", "matryoshka", "jumprelu")
+DIGEST = "weights_sha256"
+"""Field of the header and the card of the torino layout: the hash of the tensors."""
 
 
 class TensorNames(NamedTuple):
@@ -65,6 +69,23 @@ class CheckpointFile:
             raise BadFile(
                 f"Cannot read an SAE from {path}: the suffix is {path.suffix!r}. Accepted: {', '.join(SUFFIXES)}."
             )
+
+    def verify(self) -> None:
+        """Raise :class:`BadFile` if the file has a checksum that is wrong; a large file is read only once for this.
+
+        Files of the torino layout have one, as have safetensors files that torino exported for other libraries.
+        """
+        if self.path.suffix == ".safetensors":
+            verified = VerifiedFiles(self.path.parent)
+            verified.check(self.path, self._verify)
+            verified.save()
+
+    def _verify(self) -> None:
+        correct = verify_safetensors(self.path)
+        if correct is None and DIGEST in self.header:  # files of earlier versions have only this
+            correct = hash_tensors(read_safetensors(self.path)[0]) == self.header[DIGEST]
+        if correct is False:
+            raise damaged_file(self.path)
 
     def has(self, name: str) -> bool:
         """Return whether the folder of the weights contains a file of this name."""
