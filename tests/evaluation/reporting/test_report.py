@@ -348,7 +348,7 @@ def test_report_command(finished: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "details.csv", "report.html", "report.md", "table.csv", "table.tex",
+        "details.csv", "report.html", "report.md", "scores.json", "table.csv", "table.tex",
     ]  # fmt: skip
     for arguments, message in (
         ([str(tmp_path)], "is not a run"),

@@ -117,6 +117,16 @@ def write_names(
     return write_json(folder / NAMES, content, sealed=True)
 
 
+def count_names(folder: Path, digest: str | None) -> int:
+    """Return the number of names in ``names.json``; 0 if it is damaged or belongs to other weights than ``digest``."""
+    try:
+        content = read_json(folder / NAMES)
+    except BadFile:
+        return 0
+    names, others = content.get("names"), digest is not None and content.get(DIGEST, digest) != digest
+    return len(cast(dict[str, Any], names)) if isinstance(names, dict) and not others else 0
+
+
 def read_digest(folder: Path) -> str | None:
     """Return the digest of the weights in a folder; None unless they have the torino layout."""
     return CheckpointFile(folder / WEIGHTS).header.get(DIGEST) if (folder / WEIGHTS).is_file() else None
