@@ -246,9 +246,7 @@ def _collect(
     return activations
 
 
-def _name_concepts(
-    sae: SAE, activations: TopActivations, texts: list[tuple[str, ...]]
-) -> dict[int, ConceptName]:
+def _name_concepts(sae: SAE, activations: TopActivations, texts: list[tuple[str, ...]]) -> dict[int, ConceptName]:
     """Name the concepts if the photos have captions."""
     from torino.interpret.naming import name_concepts
 

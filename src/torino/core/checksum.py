@@ -1,4 +1,4 @@
-"""Checksums inside files, so that damage is noticed when a file is read: safetensors, JSON and JSONL.
+"""Checksums inside files, so that damage is noticed when a file is read: safetensors, zip, JSON and JSONL.
 
 All of them are CRC-32, which detects any change of a few bytes and is faster than a disk. Files without a checksum, for
 example of earlier versions or other libraries, are accepted as they are.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,7 +86,7 @@ def split_record(line: bytes) -> tuple[bytes, bool]:
     return content, zlib.crc32(content) == int(match[1], 16)
 
 
-# ------------------------------------------------------------------ safetensors files
+# ------------------------------------------------------------------ files of tensors
 
 
 def seal_safetensors(path: Path) -> None:
@@ -128,6 +129,22 @@ def verify_safetensors(path: Path) -> bool | None:
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
     return stored == f"crc32:{crc:08x}"
+
+
+def verify_zip(path: Path) -> bool | None:
+    """Read a whole zip archive, such as a torch checkpoint, and return whether its checksums are correct.
+
+    None if it is not an archive, or was written without checksums. torch does not verify them.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if not any(member.CRC for member in archive.infolist()):
+                return None
+            return archive.testzip() is None
+    except zipfile.BadZipFile:
+        return None
+    except OSError as error:
+        raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
 
 
 def damaged_file(path: Path) -> BadFile:

@@ -119,7 +119,7 @@ def write_arrays(
 
 
 def read_arrays(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read named arrays and their metadata from ``.npz`` or ``.safetensors``, and verify the checksum if there is one."""
+    """Read named arrays and their metadata from ``.npz`` or ``.safetensors``, and verify the checksum, if any."""
     path = Path(path)
     if not path.is_file():
         raise BadFile(f"There is no file {path}. Give an existing .npz or .safetensors file.")

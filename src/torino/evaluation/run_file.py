@@ -169,9 +169,7 @@ def _add_content(known: dict[str, Any], facts: Mapping[str, Any]) -> bool:
     """Record what a run did not record yet, and return whether there is anything."""
     pairs = [(known, {name: facts[name] for name in CONTENT_FACTS})]
     pairs += [(known["saes"][label], {"content": sae["content"]}) for label, sae in facts["saes"].items()]
-    pairs += [
-        (old, {"images": task["images"]}) for old, task in zip(known["tasks"], facts["tasks"], strict=True)
-    ]
+    pairs += [(old, {"images": task["images"]}) for old, task in zip(known["tasks"], facts["tasks"], strict=True)]
     changed = False
     for old, new in pairs:
         missing = {name: value for name, value in new.items() if value is not None and old.get(name) is None}
@@ -181,7 +179,9 @@ def _add_content(known: dict[str, Any], facts: Mapping[str, Any]) -> bool:
 
 
 def _list_saes(saes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{label} ({sae.get('kind')}, {sae.get('latents')} latents)" for label, sae in saes.items()) or "none"
+    return (
+        ", ".join(f"{label} ({sae.get('kind')}, {sae.get('latents')} latents)" for label, sae in saes.items()) or "none"
+    )
 
 
 def new_settings(

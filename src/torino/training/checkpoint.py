@@ -124,6 +124,8 @@ class CheckpointStore:
                 return tensors, json.loads(header["facts"])
             except (BadFile, KeyError, ValueError) as error:
                 warnings.warn(f"{path} cannot be read ({error}); resuming from the previous checkpoint.", stacklevel=3)
+        if self.list_checkpoints():
+            warnings.warn(f"No checkpoint in {self.folder} can be read; training starts again.", stacklevel=3)
         return None
 
     def truncate_log(self, step: int) -> None:

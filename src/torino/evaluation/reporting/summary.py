@@ -106,9 +106,7 @@ def summarize_counts(run: Run) -> Summary:
     return _to_json(_build_summary(run, rows, answers) | {"scored": False})
 
 
-def summarize_and_save(
-    run: Run, data: str | Path | None = None, folder: Path | None = None, **options: Any
-) -> Summary:
+def summarize_and_save(run: Run, data: str | Path | None = None, folder: Path | None = None, **options: Any) -> Summary:
     """Summarize a run and save ``scores.json`` in ``folder``, by default that of the run, and nothing elsewhere.
 
     If the tasks' files are missing, the saved scores are returned instead.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from torino.core.checksum import damaged_file, verify_safetensors
+from torino.core.checksum import damaged_file, verify_safetensors, verify_zip
 from torino.core.errors import BadFile, TorinoError
 from torino.core.io import hash_tensors, read_checkpoint, read_json, read_safetensors
 from torino.core.tokens import FLOATS
@@ -73,15 +73,14 @@ class CheckpointFile:
     def verify(self) -> None:
         """Raise :class:`BadFile` if the file has a checksum that is wrong; a large file is read only once for this.
 
-        Files of the torino layout have one, as have safetensors files that torino exported for other libraries.
+        Files of the torino layout have one, as have torch checkpoints and all files that torino exported.
         """
-        if self.path.suffix == ".safetensors":
-            verified = VerifiedFiles(self.path.parent)
-            verified.check(self.path, self._verify)
-            verified.save()
+        verified = VerifiedFiles(self.path.parent)
+        verified.check(self.path, self._verify)
+        verified.save()
 
     def _verify(self) -> None:
-        correct = verify_safetensors(self.path)
+        correct = (verify_safetensors if self.path.suffix == ".safetensors" else verify_zip)(self.path)
         if correct is None and DIGEST in self.header:  # files of earlier versions have only this
             correct = hash_tensors(read_safetensors(self.path)[0]) == self.header[DIGEST]
         if correct is False:
