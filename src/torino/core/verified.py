@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torino.core.errors import TorinoError
 from torino.core.io import cache_dir, read_json, write_json
 
 MIN_BYTES = 1 << 20  # a smaller file is verified at every use
@@ -31,9 +30,10 @@ class VerifiedFiles:
 
     def __init__(self, folder: Path) -> None:
         self._record: Path | None = None
+        self._folder = ""
         self._states: dict[str, Any] = {}
         self._changed = False
-        with suppress(TorinoError, OSError, RuntimeError):  # RuntimeError: the user has no home folder
+        with suppress(ValueError, OSError, RuntimeError):  # an odd name or record, or the user has no home folder
             self._folder = str(folder.resolve())
             name = hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:32]
             self._record = cache_dir() / "verified" / f"{name}.json"
@@ -67,5 +67,5 @@ class VerifiedFiles:
     def save(self) -> None:
         """Record what was verified; nothing happens if the cache folder cannot be written."""
         if self._changed and self._record is not None:
-            with suppress(TorinoError, OSError):
+            with suppress(ValueError, OSError):  # TorinoError is a ValueError
                 write_json(self._record, {"folder": self._folder, "files": self._states})

@@ -212,7 +212,7 @@ def _describe_sae(sae: Any) -> dict[str, Any]:
 
 def _hash_processor(processor: Any) -> str:
     """Hash what determines the pixels and tokens of a prompt."""
-    tokenizer = getattr(processor, "tokenizer", None)
+    tokenizer: Any = getattr(processor, "tokenizer", None)
     vocabulary = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else []
     template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     text = f"{describe_pixels(getattr(processor, 'image_processor', None))}\n{vocabulary}\n{template}"
