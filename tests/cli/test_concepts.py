@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from tests.support import colored_squares as squares
 from tests.support.dashboard import read_dashboard_data
+from tests.support.files import read_folder, read_only
 from torino import SAE
 from torino.cli.concepts import EPILOG, concepts
 from torino.core.errors import TorinoError
@@ -48,13 +50,13 @@ def run(data: Path, sae: Path | str, *options: str, images: str = "captioned.par
 
 def test_writes_sheet_dashboard_scores_and_names(tmp_path: Path, data: Path) -> None:
     squares.make_sae().save(tmp_path / "sae")
-    result = run(data, tmp_path / "sae", "-o", str(tmp_path / "out"), "--top", "3", "--page", "4", "--batch", "5")
+    result = run(data, tmp_path / "sae", "-o", str(tmp_path / "out"), "--top", "3", "--page", "4", "--save-names")
     assert result.exit_code == 0, result.output
     assert Image.open(tmp_path / "out" / "concepts.png").size[0] > 600
     page = read_dashboard_data(tmp_path / "out" / "concepts.html")
     assert [concept["latent"] for concept in page["concepts"]] == [4, 3, 2, 0]
     assert SAE.load(tmp_path / "sae").names == {0: "red", 2: "green", 3: "blue"}
-    assert TopActivations.load(tmp_path / "sae" / FILE).photo_count == 24
+    assert TopActivations.load(tmp_path / "out" / FILE).photo_count == 24
     assert "1 never active" in result.stdout
     assert re.search(r"3 +blue +6.25% +33.3%", result.stdout)
     again = run(data, tmp_path / "sae", "--latents", "3,0", "--rank", "lift", "--batch", "5")
@@ -62,6 +64,40 @@ def test_writes_sheet_dashboard_scores_and_names(tmp_path: Path, data: Path) -> 
     page = read_dashboard_data(tmp_path / "sae" / "concepts.html")
     assert [concept["latent"] for concept in page["concepts"]] == [0, 3]
     assert page["sort"] == "lift"
+
+
+def test_nothing_is_written_outside_the_output(tmp_path: Path, data: Path) -> None:
+    sae = squares.make_sae()
+    sae.names = {0: "hand-made"}
+    sae.save(tmp_path / "sae")
+    before = read_folder(tmp_path / "sae")
+    with read_only(tmp_path / "sae"):
+        result = run(data, tmp_path / "sae", "-o", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert read_folder(tmp_path / "sae") == before
+    assert sorted(read_folder(tmp_path / "out")) == ["concepts.html", "concepts.png", "names.json", FILE]
+    assert "The names of the SAE were not changed. Give --save-names" in result.stderr
+    shutil.copy(tmp_path / "out" / "names.json", tmp_path / "sae")  # they fit the SAE
+    assert SAE.load(tmp_path / "sae").names == {0: "red", 2: "green", 3: "blue"}
+
+
+def test_names_are_not_replaced_by_fewer(tmp_path: Path, data: Path) -> None:
+    sae = squares.make_sae()
+    sae.names = names = {latent: f"name {latent}" for latent in range(5)}
+    sae.save(tmp_path / "sae")
+    kept = "has 5 names, and only 3 would replace them. It is not changed; use --replace-names"
+    result = run(data, tmp_path / "sae")
+    assert result.exit_code == 0, result.output
+    assert kept in " ".join(result.stderr.split())
+    assert SAE.load(tmp_path / "sae").names == names
+    failed = run(data, tmp_path / "sae", "-o", str(tmp_path / "out"), "--save-names")
+    assert isinstance(failed.exception, TorinoError)
+    assert kept in str(failed.exception)
+    assert SAE.load(tmp_path / "sae").names == names
+    result = run(data, tmp_path / "sae", "--replace-names")
+    assert "Saved 3 names in" in result.stdout
+    assert "in place of 5" in result.stdout
+    assert SAE.load(tmp_path / "sae").names == {0: "red", 2: "green", 3: "blue"}
 
 
 def test_similarity_by_another_tower(tmp_path: Path, data: Path) -> None:
@@ -128,6 +164,8 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path: Path, data: Path) -> None:
     partly = run(data, tmp_path / "sae", "--rank", "lift", images="partly.parquet")
     assert partly.exit_code == 0, "the first photo has no caption, but the others do"
     assert "give a folder for the results: -o FOLDER" in str(run(data, "example").exception)
+    unsaved = run(data, "example", "-o", str(tmp_path / "out"), "--save-names")
+    assert "example is not a local folder, so --save-names cannot save names there" in str(unsaved.exception)
     assert "SAE cannot be none" in str(run(data, "none").exception)
     (tmp_path / "file").write_text("")
     blocked = run(data, tmp_path / "sae", "-o", str(tmp_path / "file"))

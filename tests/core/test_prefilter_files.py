@@ -15,9 +15,10 @@ from topk_cases import (
 )
 from torch import Tensor
 
+from tests.support.files import read_only
 from torino import SAE
 from torino.core.errors import BadFile
-from torino.core.io import read_arrays, write_arrays
+from torino.core.io import read_arrays
 from torino.core.topk import prefilter
 from torino.core.topk.prefilter import (
     quantization,
@@ -35,6 +36,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sae"
 
 
+def cached(folder: Path) -> list[Path]:
+    return list((folder.parent / "cache").glob("prefilter*"))
+
+
 def count_quantizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
 
@@ -49,13 +54,30 @@ def count_quantizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_encoder_is_quantized_once_and_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted, x = count_quantizations(monkeypatch), normal(20, 4) * 3
     want = SAE.load(folder).top(x, 3, prefilter="int8")
-    (file,) = folder.glob(".prefilter8-24x4-*.safetensors")
+    (file,) = cached(folder)
+    assert file.name.startswith("prefilter8-24x4-")
     for _ in range(2):
         assert_same_concepts(SAE.load(folder).top(x, 3, prefilter="int8"), want)
     assert counted == [24]
+
+
+def test_nothing_is_written_beside_the_sae(folder: Path) -> None:
+    with read_only(folder):
+        SAE.load(folder).top(normal(20, 4) * 3, 3, prefilter="int8")
+    assert len(cached(folder)) == 1
+
+
+def test_a_file_of_an_earlier_version_beside_the_sae_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(20, 4) * 3
+    want = SAE.load(folder).top(x, 3, prefilter="int8")
+    (file,) = cached(folder)
+    file.rename(folder / f".{file.name}")
+    counted = count_quantizations(monkeypatch)
+    assert_same_concepts(SAE.load(folder).top(x, 3, prefilter="int8"), want)
+    assert counted == []
     assert SAE.load(folder).folder == folder  # the cache file is not mistaken for an SAE
-    assert not list(folder.glob("*.tmp"))
-    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [file.name]
+    make_sae("relu").save(folder)  # deletes it
+    assert not list(folder.glob(".prefilter8-*"))
 
 
 def test_levels_of_an_sae_have_separate_files(folder: Path) -> None:
@@ -64,13 +86,13 @@ def test_levels_of_an_sae_have_separate_files(folder: Path) -> None:
     for levels in (1, 2, 3):
         sae = SAE.load(folder, levels=levels)
         assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
-    assert len(list(folder.glob(".prefilter8-*"))) == 3
+    assert len(cached(folder)) == 3
 
 
 def test_files_that_are_damaged_or_of_other_weights_are_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = normal(20, 4) * 3
     SAE.load(folder).top(x, 3, prefilter="int8")
-    (file,) = folder.glob(".prefilter8-*")
+    (file,) = cached(folder)
     good, numbers = file.read_bytes(), {name: value.clone() for name, value in read_arrays(file)[0].items()}
     counted = count_quantizations(monkeypatch)
     flipped = bytearray(good)
@@ -86,9 +108,7 @@ def test_files_that_are_damaged_or_of_other_weights_are_replaced(folder: Path, m
     sae = SAE.load(folder)
     assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
     assert len(counted) == 5
-    assert len(list(folder.glob(".prefilter8-*"))) == 2
-    sae.save(folder)  # deletes the cache files
-    assert not list(folder.glob(".prefilter8-*"))
+    assert len(cached(folder)) == 2
 
 
 def _other(folder: Path) -> bytes:
@@ -102,7 +122,7 @@ def test_changed_weights_are_not_cached(folder: Path) -> None:
     for _ in range(3):
         sae.W_enc = sae.W_enc * 1.5
         assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
-    assert len(list(folder.glob(".prefilter8-*"))) == 1
+    assert len(cached(folder)) == 1
 
 
 def test_a_cache_folder_that_cannot_be_read_is_ignored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,29 +142,14 @@ def test_a_cache_folder_that_cannot_be_read_is_ignored(folder: Path, monkeypatch
     assert_same_concepts(sae.top(x, 3, prefilter="int8"), want)
 
 
-def test_if_the_folder_is_not_writable_the_user_cache_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused: list[Path] = []
-
-    def only_cache(path: Path, *rest: Any) -> Path:
-        if path.parent == folder or refused == [Path()]:
-            refused.append(path)
-            raise BadFile("Cannot write.")
-        return write_arrays(path, *rest)
-
-    monkeypatch.setattr(quantization, "write_arrays", only_cache)
+def test_without_a_writable_cache_no_file_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "write_arrays", lambda *rest: (_ for _ in ()).throw(BadFile("Cannot write.")))
     counted, x = count_quantizations(monkeypatch), normal(20, 4) * 3
     for _ in range(2):
         sae = SAE.load(folder)
         assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
-    assert counted == [24]
-    assert len(list((folder.parent / "cache").glob("prefilter8-24x4-*.safetensors"))) == 1
-    assert not list(folder.glob(".prefilter*"))
-    # if that is not writable either, no file is written and nothing fails
-    monkeypatch.setattr(quantization, "write_arrays", lambda *rest: (_ for _ in ()).throw(BadFile("Cannot write.")))
-    monkeypatch.setenv("TORINO_CACHE", str(folder.parent / "other"))
-    sae = SAE.load(folder)
-    assert_same_concepts(sae.top(x, 3, prefilter="int8"), sae.top(x, 3, prefilter="off"))
     assert counted == [24, 24]
+    assert not cached(folder)
 
 
 def test_an_sae_created_in_memory_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

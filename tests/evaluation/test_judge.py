@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("openai")
 
+from tests.support.files import read_only
 from torino.core.errors import BadParameter, TorinoError, Unreachable
 from torino.evaluation import ImageRef, Judge, Sample, Task
 from torino.evaluation.benchmarks import BENCHMARKS
@@ -140,6 +141,30 @@ def test_each_answer_is_graded_once(server: Server, tmp_path: Path, monkeypatch:
     fresh = Judge.from_environment(cache=cache)
     assert make_task().score([{"index": "2", "prediction": "puma"}], fresh).value == 50
     assert len(server.requests) == 3
+
+
+def test_a_damaged_grade_is_requested_again(server: Server, tmp_path: Path) -> None:
+    cache = tmp_path / "grades.jsonl"
+    server.replies = ["0.5"]
+    assert make_task().score(ROWS[:1], Judge(server.url, "grader", cache=cache)).per_sample["1"] == 0.5
+    cache.write_bytes(cache.read_bytes().replace(b'"grade": 0.5', b'"grade": 0.9'))
+    with pytest.warns(UserWarning, match=r"grades\.jsonl, line 1 is damaged: .* Its answer is graded again"):
+        judge = Judge(server.url, "grader", cache=cache)
+    assert make_task().score(ROWS[:1], judge).per_sample["1"] == 0.5
+    assert len(server.requests) == 2
+
+
+def test_other_caches_are_only_read(server: Server, tmp_path: Path) -> None:
+    server.replies = ["0.5"]
+    (tmp_path / "run").mkdir()
+    make_task().score(ROWS[:1], Judge(server.url, "grader", cache=tmp_path / "run" / "grades.jsonl"))
+    with read_only(tmp_path / "run"):
+        judge = Judge(
+            server.url, "grader", cache=tmp_path / "new.jsonl", other_caches=[tmp_path / "run" / "grades.jsonl"]
+        )
+        assert make_task().score(ROWS, judge).counts["answered"] == 2
+    assert len(server.requests) == 2
+    assert len((tmp_path / "new.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
 def test_settings_of_the_openai_package_are_not_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

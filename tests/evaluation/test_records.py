@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.files import flip_byte
 from torino.core.errors import BadFile
+from torino.evaluation import read_answers
 from torino.evaluation.records import AnswerLog, read_records
 
 WRITER = """
@@ -67,6 +69,30 @@ def test_other_bad_lines_raise(tmp_path: Path) -> None:
         list(read_records([tmp_path / "none.jsonl"]))
 
 
+def test_a_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    log = AnswerLog(path)
+    log.add([{"index": "1", "prediction": "dog"}, {"index": "2", "prediction": "cat"}])
+    log.close()
+    flip_byte(path, path.read_bytes().index(b"cat"))
+    with pytest.raises(BadFile, match=r"a\.jsonl, line 2 is damaged: .* checksum\. Remove that line; .* asked again"):
+        list(read_records([path]))
+    with pytest.raises(BadFile, match=r"line 2 is not an answer \(it does not match its checksum\)"):
+        read_answers(path)
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    assert list(read_records([path])) == read_answers(path) == [{"index": "1", "prediction": "dog"}]
+
+
+def test_a_file_of_an_earlier_version_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"n": 1}\n')
+    log = AnswerLog(path)
+    log.add([{"n": 2}])
+    log.close()
+    assert list(read_records([path])) == [{"n": 1}, {"n": 2}]
+    assert path.read_bytes().startswith(b'{"n": 1}\n{"n": 2, "crc32": "')
+
+
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BadFile, match=r"Cannot write .*Choose a writable folder"):
@@ -76,10 +102,11 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
     log = AnswerLog(tmp_path / "a.jsonl")
     log.add([{"n": 1}])
+    end = (tmp_path / "a.jsonl").stat().st_size
 
     class Full(io.RawIOBase):
         def tell(self) -> int:
-            return 9
+            return end
 
         def write(self, data: Any) -> int:
             raise OSError(28, "No space left on device")

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
+from tests.support.files import read_folder
 from tests.support.tiny_run import PLAN, answer_table, make_sae, open_tiny_task, run_tiny, write_task_file
 from tests.support.tiny_vlm import build_llava
 from torino import SAE, TorinoError
 from torino.core.errors import BadFile, BadParameter
+from torino.core.io import write_json
+from torino.evaluation import run_file
 from torino.evaluation.records import read_records
 from torino.evaluation.reporting.summary import summarize
 from torino.evaluation.results import open_run
-from torino.evaluation.run_file import new_settings
+from torino.evaluation.run_file import describe_run, new_settings, open_run_file
 from torino.evaluation.runner import RunPlan, mean_length
 from torino.evaluation.tasks import open_task
 from torino.vlm import VLM, ModelPackage, load_vlm
+from torino.vlm.text_query import ClipText
 
 RANDOM = RunPlan(["random"], dynamic=[], fixed=[5], seeds=1)
 
@@ -269,6 +279,101 @@ def test_the_prompt_style_is_that_of_the_model(tmp_path: Path, vlm: VLM, sae: SA
             run_tiny(tmp_path / "run", tasks, session, sae, plan=RANDOM)
     given = [open_task(tmp_path / "small.tsv", prompts="plain")]
     run_tiny(tmp_path / "run", given, vlm, sae, plan=RANDOM)
+
+
+def changed(vlm: VLM, **options: Any) -> VLM:
+    """A session with the same name and shapes, but one other weight."""
+    model = copy.deepcopy(vlm.model)
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[5] += 1
+    return VLM(model, vlm.processor, **options)
+
+
+def test_other_content_of_the_same_name_is_another_run(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    tasks = [open_tiny_task(tmp_path, images=2)]
+    run_tiny(tmp_path / "run", tasks, vlm, sae, plan=RANDOM)
+    before = read_folder(tmp_path / "run")
+    other_sae = copy.deepcopy(sae)
+    other_sae.W_enc[3, 4] += 1
+    half = VLM(copy.deepcopy(vlm.model).bfloat16(), vlm.processor)
+    processor = copy.deepcopy(vlm.processor)
+    processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    model = re.escape(repr(open_run(tmp_path / "run").metadata["model"]))
+    use = "Use the same content to resume it, or another folder for another run"
+    for other, encoder, message in (
+        (vlm, other_sae, rf"another SAE called 's': its content was \w+ and is now \w+\. {use}"),
+        (changed(vlm), sae, rf"other weights of the model {model}: its content was \w+ and is now \w+\. {use}"),
+        (half, sae, f"the model {model} in another precision: its content was float32 and is now bfloat16"),
+        (VLM(vlm.model, processor), sae, f"another image processor, vocabulary or chat template of the model {model}"),
+    ):
+        for shard in ((0, 1), (1, 2)):
+            with pytest.raises(BadParameter, match=message):
+                run_tiny(tmp_path / "run", tasks, other, encoder, plan=RANDOM, shard=shard)
+    assert read_folder(tmp_path / "run") == before
+    run_tiny(tmp_path / "run", tasks, VLM(copy.deepcopy(vlm.model), vlm.processor), copy.deepcopy(sae), plan=RANDOM)
+
+
+def test_another_clip_is_another_run(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    from tests.support import tiny
+
+    def session(seed: int) -> VLM:
+        return VLM(vlm.model, vlm.processor, text_query=ClipText(*tiny.clip(vlm.model.model.vision_tower, seed=seed)))
+
+    tasks = [open_tiny_task(tmp_path, images=1)]
+    run_tiny(tmp_path / "run", tasks, vlm, sae, plan=RANDOM)
+    more = replace(RANDOM, methods=["random", "cdpruner"])
+    run_tiny(tmp_path / "run", tasks, session(0), sae, plan=more)  # added later
+    with pytest.raises(BadParameter, match=r"another CLIP that reads the questions \(--clip\)"):
+        run_tiny(tmp_path / "run", tasks, session(1), sae, plan=more)
+    run_tiny(tmp_path / "run", tasks, vlm, sae, plan=RANDOM)  # no method reads the question
+
+
+def test_replaced_image_files_are_another_run(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    for number in range(2):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.bmp")
+    rows = [{"image": f"{number}.bmp", "question": "what is this ?", "answer": "word1"} for number in range(2)]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_tiny(tmp_path / "run", [open_task(tmp_path / "task.jsonl")], vlm, sae, plan=RANDOM)
+    run_tiny(tmp_path / "run", [open_task(tmp_path / "task.jsonl")], vlm, sae, plan=RANDOM)
+    Image.new("RGB", (8, 8), (9, 9, 9)).save(tmp_path / "1.bmp")  # of the same size
+    with pytest.raises(BadParameter, match="started with other images of task: its content was"):
+        run_tiny(tmp_path / "run", [open_task(tmp_path / "task.jsonl")], vlm, sae, plan=RANDOM)
+
+
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    """It has no hashes; they are recorded when it is resumed."""
+    tasks = [open_tiny_task(tmp_path, images=1)]
+    run_tiny(tmp_path / "run", tasks, vlm, sae, plan=RANDOM)
+    file = tmp_path / "run" / "run.json"
+    metadata = json.loads(file.read_text(encoding="utf-8"))
+    for name in ("checksum", "dtype", "weights", "processor", "clip"):
+        del metadata[name]
+    del metadata["saes"]["s"]["content"], metadata["tasks"][0]["images"]
+    file.write_text(json.dumps(metadata), encoding="utf-8")
+    run_tiny(tmp_path / "run", tasks, vlm, sae, plan=RANDOM)
+    with pytest.raises(BadParameter, match="other weights of the model"):
+        run_tiny(tmp_path / "run", tasks, changed(vlm), sae, plan=RANDOM)
+
+
+def test_parts_that_start_together_agree(tmp_path: Path, vlm: VLM, sae: SAE) -> None:
+    """The second process waits for the first to write ``run.json``, and compares."""
+    facts = describe_run(vlm, "tiny", [], {"s": sae}, [], None) | {"batch": 1, "batching": 1, "limit": None}
+    facts |= {"matched": True, "arguments": {}}
+    others = facts | {"weights": "0" * 32}
+    started = Event()
+
+    def slow(path: Path, value: object, *, sealed: bool = False) -> Path:
+        started.set()
+        time.sleep(0.3)
+        return write_json(path, value, sealed=sealed)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(run_file, "write_json", slow)
+        first = pool.submit(open_run_file, tmp_path / "run", facts)
+        started.wait(10)
+        with pytest.raises(BadParameter, match="other weights of the model 'tiny'"):
+            open_run_file(tmp_path / "run", others)
+        first.result()
 
 
 def test_other_options_are_another_run(tmp_path: Path, vlm: VLM, sae: SAE) -> None:

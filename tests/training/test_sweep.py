@@ -36,3 +36,12 @@ def test_sweep_writes_a_table_and_resumes(tmp_path: Path) -> None:
     assert float(lines[2].split(",")[lines[0].split(",").index("fvu")]) == rows[1]["fvu"]
     with pytest.raises(BadParameter, match="at least one expansion"):
         sweep(ACTIVATIONS, config, [], tmp_path)
+
+
+def test_metrics_of_another_sae_are_not_reused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"heldout": lambda: [ROWS[:16], ROWS[16:32]]}
+    (first,) = sweep(ACTIVATIONS, planted.make_config(steps=20, latents=None), [1], tmp_path, **options)
+    for name in ("sae.safetensors", "card.json", "training/run.json", "training/log.jsonl"):
+        (tmp_path / "x1" / name).unlink()
+    (second,) = sweep(ACTIVATIONS, planted.make_config(steps=20, latents=None, seed=1), [1], tmp_path, **options)
+    assert second["fvu"] != first["fvu"]

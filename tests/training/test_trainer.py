@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.support import planted_dictionary as planted
+from tests.support.files import flip_byte
 from torino import SAE, TorinoError
 from torino.core.errors import BadFile, BadParameter, BadTokens
 from torino.core.io import read_arrays
@@ -157,6 +158,54 @@ def test_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="resuming from the previous checkpoint"):
         planted.run_training(str(tmp_path / "resumed"))
     assert_same_run(tmp_path / "uninterrupted", tmp_path / "resumed")
+
+
+def test_flipped_byte_of_a_checkpoint_is_noticed(tmp_path: Path) -> None:
+    def stop(step: int, report: object) -> None:
+        if step == 30:
+            raise Stopped
+
+    planted.run_training(str(tmp_path / "uninterrupted"))
+    activations = planted.make_activations()
+    with pytest.raises(Stopped):
+        train(activations, planted.make_config(), tmp_path / "resumed", log_every=5, save_every=7, callback=stop)
+    flip_byte(tmp_path / "resumed" / "training" / "step-00000028.safetensors", -200)
+    with pytest.warns(UserWarning, match=r"28\.safetensors is damaged: .* checksum.*resuming from the previous"):
+        planted.run_training(str(tmp_path / "resumed"))
+    assert_same_run(tmp_path / "uninterrupted", tmp_path / "resumed")
+
+
+def test_files_of_the_same_run_have_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        subprocess.run([sys.executable, planted.__file__, str(tmp_path / name), "0"], check=True)
+    for name in ("two", "three"):
+        assert (tmp_path / name / "sae.safetensors").read_bytes() == (tmp_path / "one" / "sae.safetensors").read_bytes()
+        assert (tmp_path / name / "card.json").read_bytes() == (tmp_path / "one" / "card.json").read_bytes()
+
+
+def test_other_rows_of_the_same_shape_are_rejected(tmp_path: Path) -> None:
+    def stop(step: int, report: object) -> None:
+        if step == 8:
+            raise Stopped
+
+    one, two = (InMemory(planted.make_rows(512, seed)[0], metadata=planted.METADATA) for seed in (0, 1))
+    with pytest.raises(Stopped):
+        train(one, planted.make_config(steps=10), tmp_path, save_every=7, callback=stop)
+    with pytest.raises(BadParameter, match=r"activations\.content was '\w+', now '\w+'\. Use the same settings"):
+        train(two, planted.make_config(steps=10), tmp_path)
+    run = json.loads((tmp_path / "training" / "run.json").read_text())
+    del run["checksum"], run["settings"]["activations.content"]  # as an earlier version wrote it
+    (tmp_path / "training" / "run.json").write_text(json.dumps(run))
+    train(one, planted.make_config(steps=10), tmp_path)
+
+
+def test_finished_run_with_another_sae_is_reported(tmp_path: Path) -> None:
+    planted.run_training(str(tmp_path / "one"))
+    planted.run_training(str(tmp_path / "two"), seed=1)
+    for name in ("sae.safetensors", "card.json"):
+        (tmp_path / "one" / name).write_bytes((tmp_path / "two" / name).read_bytes())
+    with pytest.raises(BadFile, match="is finished, but the SAE there is missing or is another one"):
+        planted.run_training(str(tmp_path / "one"))
 
 
 def test_finished_run_is_not_repeated(tmp_path: Path) -> None:

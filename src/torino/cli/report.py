@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ PLOT_EPILOG = examples(
 KINDS = ("distribution", "pareto", "accuracy", "latency", "qualitative", "teaser")
 EXAMPLE_KINDS = ("qualitative", "teaser")
 FORMATS = ("png", "pdf", "svg")
+GRADES = "grades.jsonl"
 CAPTIONS = {
     "accuracy": "Relative score against visual tokens, one line per method; bands are confidence intervals.",
     "distribution": "Share of tokens that dynamic TORINO removed from each image. Boxes span the 10th to the 90th "
@@ -67,7 +69,8 @@ def report(
 ) -> None:
     """Write the report of a run: Markdown, CSV, LaTeX and an HTML page.
 
-    All results are saved as scores.json in the run, so that the report can be written again without the data.
+    All results are saved as scores.json, so that the report can be written again without the data: in the run, or in
+    the folder of --output, outside of which nothing is written.
     """
     source, _, table = (against or "paper").partition(":")
     if source != "paper":
@@ -81,11 +84,15 @@ def report(
     opened = open_run(run)
     if tasks is not None:
         opened = opened.select(split_list(tasks))
+    if output is None and not os.access(opened.folder, os.W_OK):
+        raise BadParameter(f"Cannot write to {opened.folder}: it is read-only. Give another folder: -o FOLDER.")
+    saved = opened.folder if output is None else output
     with errors.status("Scoring …"):
         summary = summarize_and_save(
             opened,
             data,
-            judge=Judge.from_environment(cache=opened.folder / "grades.jsonl"),
+            saved,
+            judge=Judge.from_environment(cache=saved / GRADES, other_caches=[opened.folder / GRADES]),
             versus=versus,
             by=by,
             baseline_of=baseline_of,
@@ -141,7 +148,7 @@ def plot(
             f"{selecting[0]} selects what the figures {' and '.join(EXAMPLE_KINDS)} show, and --kind has neither. Omit "
             "one of them."
         )
-    selection = _ExampleSelection(tier, split_list(methods or ""), split_list(samples or ""))
+    selection = _ExampleSelection(tier, split_list(methods or ""), split_list(samples or ""), output / GRADES)
     opened = _open_sources(sources)
     drawn: dict[str, Any] = {}
     reasons: list[str] = []
@@ -171,11 +178,12 @@ def _parse_choices(option: str, text: str, choices: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _ExampleSelection:
-    """Which examples of a run the figures with images show."""
+    """Which examples of a run the figures with images show, and the file for new grades of their answers."""
 
     tier: str | None
     methods: list[str]
     samples: list[str]
+    grades: Path | None = None
 
 
 @dataclass
@@ -271,7 +279,7 @@ def _load_examples(folder: Path, selection: _ExampleSelection) -> list[FigureExa
         samples=selection.samples,
         tier=selection.tier,
         settings=selection.methods,
-        judge=Judge.from_environment(cache=folder / "grades.jsonl"),
+        judge=Judge.from_environment(cache=selection.grades, other_caches=[folder / GRADES]),
     )
     return [
         FigureExample(

@@ -196,7 +196,8 @@ def train(
     target = local_device(device)
     distributed = init_distributed(target)
     if store is not None:
-        activations = Store.open(store, seed=seed)
+        with errors.status(f"Verifying {escape(str(store))} …"):  # reads all of it, but only the first time
+            activations = Store.open(store, seed=seed)
     else:
         assert tower is not None
         assert images is not None
@@ -274,7 +275,8 @@ def sweep(
 
     target = local_device(device)
     distributed = init_distributed(target)
-    activations = Store.open(store, seed=seed)
+    with errors.status(f"Verifying {escape(str(store))} …"):
+        activations = Store.open(store, seed=seed)
     photos, photos_name = (None, "") if heldout is None else _open_heldout(heldout, activations)
     phases = {f"x{factor:g}": config.steps for factor in factors}
     with _handle_errors(output, config, distributed), progress(errors, phases) as update:
@@ -367,7 +369,7 @@ def _open_heldout(path: Path, trained: Store) -> tuple[Callable[[], Iterable[Any
             "and the same tower."
         )
     photos = [photo for photo in range(held.photos) if len(store.row_range(photo))]  # without skipped photos
-    return lambda: (store.photo_rows(photo) for photo in photos), f"{held.data}, {held.digest}"
+    return lambda: (store.photo_rows(photo) for photo in photos), f"{held.data}, {held.digest}, {store.content}"
 
 
 # ---------------------------------------------------------------------- output

@@ -15,13 +15,14 @@ from torino.datasets.base import (
     Photos,
     SourceUnavailable,
     escape_surrogates,
+    hash_sample,
     unreadable_error,
 )
 from torino.datasets.folders import ImageFolder, walk
 from torino.datasets.parquet import ParquetPhotos, open_hub, open_saved
 from torino.datasets.tar import TarPhotos
 
-__all__ = ["Photo", "Photos", "SourceUnavailable", "escape_surrogates", "open_photos"]
+__all__ = ["Photo", "Photos", "SourceUnavailable", "escape_surrogates", "hash_sample", "open_photos"]
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 ACCEPTED = (

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from torino.core.errors import BadFile
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # listing photos does not need Pillow
 
 T = TypeVar("T")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+SAMPLE = 8  # photos whose contents identify a source
 TEXT_COLUMNS = ("captions", "caption", "texts", "text", "label", "labels")  # the first one that exists is used
 
 
@@ -127,6 +128,29 @@ def hash_parts(*parts: object) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(repr(part).encode() + b"\n")
+    return digest.hexdigest()[:32]
+
+
+class _IndexedPhotos(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def hash_sample(photos: _IndexedPhotos) -> str:
+    """Return a hash of the contents of up to 8 photos, spread evenly over the source.
+
+    It notices photos that were replaced by others of the same names and sizes, which do not change the fingerprint.
+    """
+    digest, count = hashlib.sha256(), min(SAMPLE, len(photos))
+    for number in range(count):
+        try:
+            data = photos[number * len(photos) // count].data
+            content = Path(data).read_bytes() if isinstance(data, str | Path) else data
+            digest.update(content if isinstance(content, bytes) else content.tobytes())
+        except SourceUnavailable:
+            raise
+        except (BadFile, OSError):  # a photo that cannot be used is skipped and reported later
+            digest.update(b"unreadable")
     return digest.hexdigest()[:32]
 
 

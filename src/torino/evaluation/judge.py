@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torino.core.checksum import encode_record, split_record
 from torino.core.errors import BadFile, BadParameter, TorinoError, Unreachable
 from torino.evaluation.samples import Sample
 
@@ -94,6 +96,8 @@ class Judge:
         Sent as a bearer token if it is not empty; never written to a file.
     cache : path, optional
         JSONL file of grades; created if it does not exist.
+    other_caches : sequence of path
+        Further files of grades, which are only read.
     prompt : str
         With the fields ``{question}``, ``{answer}`` and ``{prediction}``.
     extra_body : mapping
@@ -115,6 +119,7 @@ class Judge:
     max_retries: int = 4
     concurrency: int = 4
     timeout: float = 60.0
+    other_caches: Sequence[Path] = ()
     _grades: dict[str, float | None] = field(default_factory=dict[str, float | None], init=False, repr=False)
     _lock: Lock = field(default_factory=Lock, init=False, repr=False)
 
@@ -129,9 +134,11 @@ class Judge:
             raise BadParameter(f"max_retries must be at least 0, got {self.max_retries}.")
         if self.timeout <= 0:
             raise BadParameter(f"timeout must be greater than 0, got {self.timeout}.")
+        for other in self.other_caches:
+            self._grades |= _read_grades(Path(other))
         if self.cache is not None:
             self.cache = Path(self.cache)
-            self._grades = _read_grades(self.cache)
+            self._grades |= _read_grades(self.cache)
 
     @classmethod
     def from_environment(cls, **parameters: Any) -> Judge | None:
@@ -293,7 +300,7 @@ class Judge:
                 with self.cache.open("ab") as file:
                     if file.tell() and not _ends_with_newline(self.cache):
                         file.write(b"\n")  # after a line cut short by a crash
-                    file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                    file.write(encode_record(row))
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
@@ -362,7 +369,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def _read_grades(path: Path) -> dict[str, float | None]:
-    """Read cached grades; skip lines cut short by a crash."""
+    """Read cached grades; skip lines cut short by a crash, and damaged lines with a warning."""
     grades: dict[str, float | None] = {}
     if not path.exists():
         return grades
@@ -370,9 +377,14 @@ def _read_grades(path: Path) -> dict[str, float | None]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
-    for line in lines:
+    for number, line in enumerate(lines, 1):
+        content, correct = split_record(line)
+        if not correct:
+            text = f"{path}, line {number} is damaged: it does not match its checksum. Its answer is graded again."
+            warnings.warn(text, stacklevel=4)
+            continue
         try:
-            row = json.loads(line)
+            row = json.loads(content)
             key, grade = str(row["key"]), float(row["grade"])
         except (ValueError, KeyError, TypeError):
             continue

@@ -1,4 +1,4 @@
-"""Crash-safe append-only JSONL."""
+"""Crash-safe append-only JSONL; each line ends with a checksum."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
+from torino.core.checksum import encode_record, split_record
 from torino.core.errors import BadFile
 
 
@@ -38,7 +39,7 @@ class AnswerLog:
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows and flush them; after an error the file ends with the last complete line before it."""
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        text = b"".join(map(encode_record, rows))
         end = self._file.tell()
         try:
             self._file.write(text)
@@ -71,7 +72,10 @@ class AnswerLog:
 
 
 def read_records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the files; skip a last line cut short by a crash, and raise for any other bad line."""
+    """Yield the rows of the files; skip a last line cut short by a crash, and raise for any other bad line.
+
+    A line without a checksum, as earlier versions wrote it, is accepted.
+    """
     for path in paths:
         try:
             with path.open("rb") as file:
@@ -84,8 +88,14 @@ def read_records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def _parse_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    content, correct = split_record(line)
+    if not correct:
+        raise BadFile(
+            f"{path}, line {number} is damaged: it does not match its checksum. Remove that line; its question is "
+            "asked again."
+        )
     try:
-        row = json.loads(line)
+        row = json.loads(content)
     except ValueError as error:
         raise BadFile(
             f"{path}, line {number} is not valid JSON ({error}). Remove that line; its question is asked again."

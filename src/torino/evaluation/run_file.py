@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
-from torino.core.errors import BadParameter
-from torino.core.io import read_json, write_json
+from torino.core.errors import BadFile, BadParameter
+from torino.core.io import fingerprint_tensors, read_json, write_json
 from torino.evaluation.protocol import Setting
 from torino.evaluation.results import ANSWERS, FORMAT, RUN
+from torino.evaluation.samples import ImageRef
 from torino.evaluation.tasks import Task
+from torino.sae.identity import hash_sae
+from torino.sae.model import SAE
+from torino.training.activations.extraction import describe_pixels
 from torino.version import __version__
 from torino.vlm.session import VLM
 
 SHORT, LONG = 32, 256
 """Default length of an answer, in tokens: for short answers, and for answers that a judge grades."""
-FIXED_FACTS = ("format", "model", "family", "padding", "positions", "attention", "batch", "batching", "limit", "saes")
+FIXED_FACTS = ("format", "model", "family", "padding", "positions", "attention", "batch", "batching", "limit")
 """Facts that may not change when a run is resumed."""
+CONTENT_FACTS = {
+    "dtype": "the model {model!r} in another precision",
+    "weights": "other weights of the model {model!r}",
+    "processor": "another image processor, vocabulary or chat template of the model {model!r}",
+    "clip": "another CLIP that reads the questions (--clip)",
+}
+"""Facts that may not change once they are known; runs of earlier versions did not record them."""
+LOCK_SECONDS = 60
 
 
 def describe_run(
@@ -46,6 +62,10 @@ def describe_run(
         "padding": vlm.padding,
         "positions": vlm.positions,
         "attention": vlm.attention,
+        "dtype": str(vlm.dtype).removeprefix("torch."),
+        "weights": fingerprint_tensors(vlm.model.state_dict()),
+        "processor": _hash_processor(vlm.processor),
+        "clip": None if vlm.text_query is None else fingerprint_tensors(vlm.text_query.model.state_dict()),
         "versions": _versions(),
         "hardware": _hardware(),
         "saes": {label: _describe_sae(sae) for label, sae in saes.items()},
@@ -55,6 +75,7 @@ def describe_run(
                 "kind": task.kind,
                 "path": str(task.source.resolve()),  # the report may be written from another folder
                 "max_new_tokens": (max_new_tokens or {}).get(task.name, LONG if task.kind == "judge" else SHORT),
+                "images": _hash_images(task),
             }
             for task in tasks
         ],
@@ -72,15 +93,60 @@ def open_run_file(folder: Path, facts: dict[str, Any]) -> None:
         )
         if foreign and not (folder / ANSWERS).is_dir():
             raise BadParameter(f"{folder} contains other files. Give a new or empty folder for the run.")
-        write_json(file, facts)
-        return
-    known = read_json(file)
+    with _lock(folder):  # parts of the work that start together must agree
+        if not file.is_file():
+            write_json(file, facts, sealed=True)
+            return
+        known = read_json(file)
+        _check_same_run(folder, known, facts)
+        changed = _add_content(known, facts)
+        added = new_settings(folder, known["settings"], facts["settings"])
+        if added or (facts["matched"] and not known.get("matched", True)):
+            known["matched"] = facts["matched"] or known.get("matched", True)
+            known["settings"] = [*known["settings"], *added]
+            known.setdefault("added", []).append({name: facts[name] for name in ("created", "torino", "arguments")})
+            changed = True
+        if changed:
+            write_json(file, known, sealed=True)
+
+
+@contextmanager
+def _lock(folder: Path) -> Generator[None]:
+    """Let one process at a time read and write ``run.json``."""
+    lock = FileLock(folder / f".{RUN}.lock", timeout=LOCK_SECONDS)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise BadFile(f"Another process has been writing {folder / RUN} for {LOCK_SECONDS} s. Try again.") from error
+    except (OSError, NotImplementedError):  # not writable, which write_json reports, or without support for locks
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _check_same_run(folder: Path, known: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Refuse to resume a run with another model, SAE or task, also if only its content differs."""
     for name in FIXED_FACTS:
         if known.get(name) != facts[name]:
             raise BadParameter(
                 f"The run in {folder} was started with {name} {known.get(name)!r}, and now it is {facts[name]!r}. "
                 "Use the same value to resume it, or another folder for another run."
             )
+    differences = [(text.format(**facts), known.get(name), facts[name]) for name, text in CONTENT_FACTS.items()]
+    before, now = known.get("saes") or {}, facts["saes"]
+    if {label: {**sae, "content": ""} for label, sae in before.items()} != {
+        label: {**sae, "content": ""} for label, sae in now.items()
+    }:
+        raise BadParameter(
+            f"The run in {folder} was started with the SAEs {_list_saes(before)}, and now they are {_list_saes(now)}. "
+            "Use the same SAEs to resume it, or another folder for another run."
+        )
+    differences += [
+        (f"another SAE called {label!r}", before[label].get("content"), sae["content"]) for label, sae in now.items()
+    ]
     if _task_identity(known) != _task_identity(facts):
         names = ", ".join(str(task["task"]) for task in known["tasks"])
         raise BadParameter(
@@ -88,12 +154,35 @@ def open_run_file(folder: Path, facts: dict[str, Any]) -> None:
             "it, or another folder for another run."
         )
     _check_prompts(folder, known, facts)
-    added = new_settings(folder, known["settings"], facts["settings"])
-    if added or (facts["matched"] and not known.get("matched", True)):
-        known["matched"] = facts["matched"] or known.get("matched", True)
-        known["settings"] = [*known["settings"], *added]
-        known.setdefault("added", []).append({name: facts[name] for name in ("created", "torino", "arguments")})
-        write_json(file, known)
+    differences += [
+        (f"other images of {task['task']}", old.get("images"), task["images"])
+        for old, task in zip(known["tasks"], facts["tasks"], strict=True)
+    ]
+    for text, old, new in differences:
+        if None not in (old, new) and old != new:
+            raise BadParameter(
+                f"The run in {folder} was started with {text}: its content was {old} and is now {new}. Use the same "
+                "content to resume it, or another folder for another run."
+            )
+
+
+def _add_content(known: dict[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Record what a run did not record yet, and return whether there is anything."""
+    pairs = [(known, {name: facts[name] for name in CONTENT_FACTS})]
+    pairs += [(known["saes"][label], {"content": sae["content"]}) for label, sae in facts["saes"].items()]
+    pairs += [(old, {"images": task["images"]}) for old, task in zip(known["tasks"], facts["tasks"], strict=True)]
+    changed = False
+    for old, new in pairs:
+        missing = {name: value for name, value in new.items() if value is not None and old.get(name) is None}
+        old.update(missing)
+        changed |= bool(missing)
+    return changed
+
+
+def _list_saes(saes: Mapping[str, Any]) -> str:
+    return (
+        ", ".join(f"{label} ({sae.get('kind')}, {sae.get('latents')} latents)" for label, sae in saes.items()) or "none"
+    )
 
 
 def new_settings(
@@ -129,7 +218,30 @@ def _check_prompts(folder: Path, known: Mapping[str, Any], facts: Mapping[str, A
 def _describe_sae(sae: Any) -> dict[str, Any]:
     card = getattr(sae, "card", None)
     facts = {"latents": getattr(sae, "latents", None), "kind": getattr(sae, "kind", None)}
-    return facts | {"name": getattr(card, "name", ""), "token_kind": getattr(card, "token_kind", "")}
+    facts |= {"name": getattr(card, "name", ""), "token_kind": getattr(card, "token_kind", "")}
+    return facts | {"content": hash_sae(sae) if isinstance(sae, SAE) else None}
+
+
+def _hash_processor(processor: Any) -> str:
+    """Hash what determines the pixels and tokens of a prompt."""
+    tokenizer: Any = getattr(processor, "tokenizer", None)
+    vocabulary = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else []
+    template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    text = f"{describe_pixels(getattr(processor, 'image_processor', None))}\n{vocabulary}\n{template}"
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:32]
+
+
+def _hash_images(task: Task) -> str | None:
+    """Hash the image files of a task; None if it has none: the fingerprint covers images inside the task's file."""
+    files: dict[str, ImageRef] = {image.key: image for sample in task for image in sample.images if not image.length}
+    digest = hashlib.sha256()
+    for key in sorted(files):
+        try:
+            content = f"{zlib.crc32(files[key].read()):08x}"
+        except BadFile:  # recorded as a failure when its turn comes
+            content = "unreadable"
+        digest.update(f"{key} {content}\n".encode())
+    return digest.hexdigest()[:32] if files else None
 
 
 def _versions() -> dict[str, str]:

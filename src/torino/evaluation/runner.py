@@ -193,7 +193,7 @@ def evaluate(
         known = read_json(later)["settings"] if later.is_file() else []
         added = new_settings(folder, known, [setting.to_dict() for setting in matched_settings])
         if added:
-            write_json(later, {"settings": [*known, *added]})
+            write_json(later, {"settings": [*known, *added]}, sealed=True)
         worker.run_phase("matched lengths", matched_settings)
     return open_run(folder)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
+from torino.core.checksum import split_record
 from torino.core.errors import BadFile, BadParameter, UnknownName, unknown_name
 from torino.core.prompt_styles import PromptStyle
 from torino.evaluation import scoring
@@ -316,8 +317,11 @@ def read_answers(path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        content, correct = split_record(line)
         try:
-            row = json.loads(line)
+            if not correct:
+                raise ValueError("it does not match its checksum")
+            row = json.loads(content)
             if not isinstance(row, dict) or "index" not in row:
                 raise ValueError("not an object with an index")
         except ValueError as error:

@@ -14,7 +14,7 @@ import torch
 
 from torino.core.errors import BadParameter
 from torino.interpret.top_activations import TopActivations
-from torino.sae.formats.native import read_digest, write_names
+from torino.sae.formats.native import NAMES, count_names, read_digest, write_names
 
 MIN_PHOTOS, MIN_SHARE = 3, 0.25  # number and share of the top photos that must contain a word
 MIN_LIFT = 1.5
@@ -131,12 +131,42 @@ def name_concepts(activations: TopActivations, texts: Sequence[Sequence[str]]) -
     return names
 
 
-def save_names(folder: str | Path, names: Mapping[int, ConceptName], activations: TopActivations) -> Path:
-    """Write the names to ``names.json`` in the folder of an SAE, where :meth:`torino.SAE.load` reads them."""
+def save_names(
+    folder: str | Path,
+    names: Mapping[int, ConceptName],
+    activations: TopActivations,
+    *,
+    sae_folder: str | Path | None = None,
+    replace: bool = False,
+) -> Path:
+    """Write the names to ``names.json`` in the folder of an SAE, where :meth:`torino.SAE.load` reads them.
+
+    Parameters
+    ----------
+    folder : path
+    names : mapping of latent to ConceptName
+    activations : TopActivations
+        The activations that the names come from.
+    sae_folder : path, optional
+        Folder of the SAE, if the names are written to another one.
+    replace : bool
+        Whether to replace existing names by fewer ones.
+
+    Raises
+    ------
+    BadParameter
+        If the folder has more names than these, and ``replace`` is False.
+    """
+    folder = Path(folder)
+    digest = read_digest(folder if sae_folder is None else Path(sae_folder))
+    existing = count_names(folder, digest)
+    if len(names) < existing and not replace:
+        raise BadParameter(
+            f"{folder / NAMES} has {existing:,} names, and only {len(names):,} would replace them. It is not changed; "
+            "use --replace-names (replace=True) to replace them."
+        )
     entries = {latent: asdict(name) for latent, name in names.items()}
-    return write_names(
-        Path(folder), entries, activations.latents, digest=read_digest(Path(folder)), **activations.metadata
-    )
+    return write_names(folder, entries, activations.latents, digest=digest, **activations.metadata)
 
 
 class _Vocabulary:

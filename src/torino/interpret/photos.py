@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Protocol
 
 from PIL import Image
 
 from torino.core.errors import BadFile, BadParameter, TorinoError
 from torino.core.tokens import VisualTokens
-from torino.datasets import SourceUnavailable, escape_surrogates
+from torino.datasets import SourceUnavailable, escape_surrogates, hash_sample
 from torino.datasets.images import Padding, as_seen, mean_color, open_image, prepare
 from torino.interpret.top_activations import EncodedPhoto, image_embedding
 from torino.training.activations.extraction import hash_tower
@@ -49,6 +50,10 @@ class PhotoReader:
         self.photos, self.tower, self.embedder = photos, tower, embedder
         self.padding: Padding = padding
 
+    @cached_property
+    def _sample(self) -> str:
+        return hash_sample(self.photos)
+
     @property
     def metadata(self) -> dict[str, str]:
         """Identification of photos, tower and embedding."""
@@ -56,6 +61,7 @@ class PhotoReader:
         return {
             "photos": self.photos.describe,
             "fingerprint": self.photos.fingerprint,
+            "sample": self._sample,
             "tower": str(self.tower.origin),
             "weights": " ".join(hash_tower(tower) for tower in (self.tower, self.embedder) if tower is not None),
             "padding": self.padding,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from torino.core.io import read_arrays, write_arrays
 from torino.core.tokens import VisualTokens
 from torino.interpret.monosemanticity import MonosemanticityAccumulator, MonosemanticityScores
 from torino.interpret.running_stats import RunningStats, encode_active
+from torino.sae.identity import hash_content, hash_sae
 from torino.sae.model import SAE
 
 FORMAT = "torino-top-activations/1"
@@ -84,7 +85,7 @@ class PrecomputedPhotos:
             computed = self.embeddings is None and len(self.tokens) > 0
             self._metadata = {
                 "photos": f"{len(self.tokens)} images",
-                "fingerprint": _hash_tensors(tensors),
+                "fingerprint": hash_content(tensors),
                 "embedding": describe_embedding(self.tokens[0]) if computed else "given embeddings",
             }
         return self._metadata
@@ -241,6 +242,7 @@ def collect_top_activations(
     pool: Pool = "mean",
     batch: int = 16,
     output: str | Path | None = None,
+    earlier: str | Path | None = None,
     save_every: float = 30.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> TopActivations:
@@ -263,6 +265,8 @@ def collect_top_activations(
         Folder for ``top_activations.safetensors``. Partial results are saved there regularly, and a killed run
         continues from them with the same final result. An existing result of the same SAE, photos and settings is
         loaded.
+    earlier : path, optional
+        Another folder that may contain such a result; it is only read.
     save_every : float
         Seconds between two partial results.
     progress : callable, optional
@@ -280,10 +284,11 @@ def collect_top_activations(
     metadata = {**photos.metadata, "sae": hash_sae(sae), "keep": str(keep), "pool": pool}
     collector = _Collector(sae, photos, metadata, keep, pool)
     folder = None if output is None else Path(output)
+    for place in (output, earlier):
+        finished = None if place is None else _read_matching(Path(place) / FILE, metadata)
+        if place is not None and finished is not None:
+            return _parse_file(Path(place) / FILE, *finished)
     if folder is not None:
-        finished = _read_matching(folder / FILE, metadata)
-        if finished is not None:
-            return _parse_file(folder / FILE, *finished)
         collector.resume(folder / PARTIAL_FILE)
     saved = time.monotonic()
     for start in range(collector.done, len(photos), batch):
@@ -300,21 +305,6 @@ def collect_top_activations(
     return result
 
 
-def hash_sae(sae: SAE) -> str:
-    """Return a hash of everything that determines the activations of an SAE."""
-    tensors = [sae.W_enc, sae.b_enc, sae.b_dec] + ([] if sae.threshold is None else [sae.threshold])
-    settings = f"{sae.kind} {sae.k} {sae.center} {sae.normalize} "
-    return hashlib.sha256((settings + _hash_tensors(tensors)).encode()).hexdigest()[:32]
-
-
-def _hash_tensors(tensors: Sequence[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:32]
-
-
 def _read_matching(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Tensor], dict[str, str]] | None:
     """Read a file if it exists, is not damaged and has the same metadata; otherwise return None."""
     if not path.is_file():
@@ -322,7 +312,10 @@ def _read_matching(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Tens
     try:
         arrays, header = read_arrays(path)
         matches = header["format"] == FORMAT and json.loads(header["metadata"]) == metadata
-    except (BadFile, KeyError, ValueError):
+    except BadFile as error:
+        warnings.warn(f"{error} It is computed again.", stacklevel=3)
+        return None
+    except (KeyError, ValueError):
         return None
     return (arrays, header) if matches else None
 

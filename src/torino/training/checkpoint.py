@@ -18,9 +18,11 @@ from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import read_arrays, read_json, write_arrays, write_json
+from torino.sae.formats.native import read_digest
 from torino.training.files import cannot_write, lock_folder, write_text
 
 FORMAT = "torino-training/1"
+CONTENT = ("activations.content", "activations.sample")  # settings that runs of earlier versions did not record
 KEPT_CHECKPOINTS = 2
 
 
@@ -62,7 +64,11 @@ class CheckpointStore:
         if run.get("format") != FORMAT:
             raise BadFile(f"{self.run_file} has format {run.get('format')!r}; this version of torino reads {FORMAT!r}.")
         before, now = run.get("settings", {}), _to_json_values(settings)
-        changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        changed = [
+            name
+            for name in {**before, **now}
+            if before.get(name) != now.get(name) and (name in before or name not in CONTENT)
+        ]
         if changed:
             changes = [f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in changed]
             raise BadParameter(
@@ -74,13 +80,22 @@ class CheckpointStore:
     def start_run(self, settings: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
         """Write ``run.json`` of a new run and return its contents."""
         run = {"format": FORMAT, "id": uuid4().hex, "settings": _to_json_values(settings), "versions": dict(versions)}
-        write_json(self.run_file, run)
+        write_json(self.run_file, run, sealed=True)
         return run
 
     def finish_run(self, result: Mapping[str, Any]) -> None:
-        """Add the result to ``run.json`` and remove the checkpoints."""
-        write_json(self.run_file, {**read_json(self.run_file), "result": _to_json_values(result)})
+        """Add the result and the hash of the SAE to ``run.json``, and remove the checkpoints."""
+        run = {**read_json(self.run_file), "result": _to_json_values(result), "sae": read_digest(self.sae_folder)}
+        write_json(self.run_file, run, sealed=True)
         self.remove_checkpoints()
+
+    def check_finished(self, run: Mapping[str, Any]) -> None:
+        """Raise if the folder of a finished run does not contain the SAE that the run has trained."""
+        if "sae" in run and read_digest(self.sae_folder) != run["sae"]:  # earlier versions did not record it
+            raise BadFile(
+                f"The run in {self.sae_folder} is finished, but the SAE there is missing or is another one. Restore "
+                f"it, or train it again: delete {self.folder}, or use another folder with -o."
+            )
 
     def remove_checkpoints(self) -> None:
         """Remove checkpoints and temporary files, including those of a run that was killed while it finished."""
@@ -109,6 +124,8 @@ class CheckpointStore:
                 return tensors, json.loads(header["facts"])
             except (BadFile, KeyError, ValueError) as error:
                 warnings.warn(f"{path} cannot be read ({error}); resuming from the previous checkpoint.", stacklevel=3)
+        if self.list_checkpoints():
+            warnings.warn(f"No checkpoint in {self.folder} can be read; training starts again.", stacklevel=3)
         return None
 
     def truncate_log(self, step: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torino.core.errors import BadParameter
 from torino.core.io import read_json, write_json
+from torino.sae.formats.native import read_digest
 from torino.sae.model import SAE
 from torino.training.activations.base import Activations
 from torino.training.config import TrainConfig
@@ -101,11 +102,12 @@ def _heldout_metrics(
     """Return the metrics on held-out photos, computed once and then read from disk."""
     path = sae_folder / "training" / "heldout.json"
     saved: dict[str, Any] = read_json(path) if path.exists() else {}
-    if saved.get("photos") != name:
+    measured = {"photos": name, "sae": read_digest(sae_folder)}
+    if any(saved.get(key) != value for key, value in measured.items()):
         sae = SAE.load(sae_folder, device=device)
         groups = count_groups(sae, heldout())
-        saved = {"photos": name, "measures": {**compute_metrics(sae, heldout()).to_dict(), "groups": groups}}
-        write_json(path, saved)
+        saved = measured | {"measures": {**compute_metrics(sae, heldout()).to_dict(), "groups": groups}}
+        write_json(path, saved, sealed=True)
     return saved["measures"]
 
 

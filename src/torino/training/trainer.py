@@ -253,6 +253,7 @@ def train(
         run = checkpoints.read_run(settings)
         if run is not None and "result" in run:
             if distributed.is_main:
+                checkpoints.check_finished(run)
                 checkpoints.remove_checkpoints()
             return TrainResult(sae_folder, run["result"], already_finished=True)
         state = checkpoints.load_latest() if run is not None else None
@@ -284,6 +285,8 @@ def _activation_settings(activations: Activations) -> dict[str, Any]:
     values = asdict(settings) if is_dataclass(settings) and not isinstance(settings, type) else {}
     values |= {**activations.metadata, "width": activations.width, "rows": activations.rows}
     values["order"] = getattr(activations, "seed", None)
+    if (content := getattr(activations, "content", None)) is not None:
+        values["content"] = content
     if (read_block := getattr(activations, "read_block", 1)) != 1:  # a store read in blocks has another order
         values["local"] = read_block
     return values

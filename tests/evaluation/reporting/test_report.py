@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.files import read_only
 from tests.support.synthetic_run import make_report_app, write_synthetic_run
 from torino.core.errors import BadFile, BadParameter
 from torino.evaluation.protocol import fixed_settings, own_settings
@@ -396,7 +397,7 @@ def test_report_command(finished: Path, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "details.csv", "report.html", "report.md", "table.csv", "table.tex",
+        "details.csv", "report.html", "report.md", "scores.json", "table.csv", "table.tex",
     ]  # fmt: skip
     for arguments, message in (
         ([str(tmp_path)], "is not a run"),
@@ -412,6 +413,43 @@ def test_report_command(finished: Path, tmp_path: Path) -> None:
     failed = CliRunner().invoke(make_report_app(), ["report", str(finished), "--by", "photo"])
     assert failed.exit_code == 2
     assert "question" in failed.output
+
+
+def test_report_and_plot_of_a_read_only_run(tmp_path: Path) -> None:
+    folder = write_synthetic_run(tmp_path / "run", questions=12)
+    report = ["report", str(folder), "--draws", "100", "--no-figures"]
+    with read_only(folder):
+        refused = CliRunner().invoke(make_report_app(), report)
+        assert "it is read-only. Give another folder: -o FOLDER" in str(refused.exception)
+        result = CliRunner().invoke(make_report_app(), [*report, "-o", str(tmp_path / "out")])
+        assert result.exit_code == 0, result.exception
+        drawn = ["plot", str(folder), "-o", str(tmp_path / "figures"), "--kind", "accuracy", "--format", "png"]
+        result = CliRunner().invoke(make_report_app(), drawn)
+        assert result.exit_code == 0, result.exception
+        shutil.rmtree(tmp_path / "run-data")
+        again = CliRunner().invoke(make_report_app(), [*report, "-o", str(tmp_path / "out")])
+        assert again.exit_code == 0, again.exception
+    assert "Read from scores.json" in (tmp_path / "out" / "report.md").read_text()
+    other = write_synthetic_run(tmp_path / "other", questions=12, tasks=("GQA",))
+    shutil.rmtree(tmp_path / "other-data")
+    failed = CliRunner().invoke(make_report_app(), ["report", str(other), "-o", str(tmp_path / "out")])
+    assert isinstance(failed.exception, BadFile), "scores.json in the folder belongs to another run"
+
+
+def test_scores_of_some_tasks_do_not_stand_for_the_run(tmp_path: Path) -> None:
+    run = open_run(write_synthetic_run(tmp_path / "run", questions=12))
+    summarize_and_save(run.select(["GQA"]), draws=100)
+    assert [column["task"] for column in load_summary(run)["columns"]] == ["GQA", "POPE"]
+
+
+def test_a_baseline_of_other_weights_is_noted(finished: Path, tmp_path: Path) -> None:
+    folders = [shutil.copytree(finished, tmp_path / name) for name in ("one", "two")]
+    for folder in folders:
+        metadata = json.loads((folder / "run.json").read_text()) | {"weights": folder.name}
+        (folder / "run.json").write_text(json.dumps(metadata))
+    note = "The baseline was answered with other model weights than this run."
+    assert note in summarize(open_run(folders[0]), draws=100, baseline_of=folders[1])["notes"]
+    assert note not in summarize(open_run(folders[0]), draws=100, baseline_of=folders[0])["notes"]
 
 
 def test_methods_with_options_are_separate_rows(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,16 @@ from checkpoint_cases import (
     random_tensor,
     write_files,
 )
+from safetensors.torch import save_file
+from torch.serialization import set_crc32_options
 
+from tests.support.files import flip_byte
+from torino.core import verified
+from torino.core.checksum import verify_safetensors
 from torino.core.errors import BadFile, BadParameter
+from torino.core.io import read_arrays
 from torino.sae import SAE
+from torino.sae.formats import _common as common
 from torino.sae.formats import write_sae
 
 
@@ -224,3 +232,82 @@ def test_given_settings_replace_those_of_the_file(tmp_path: Path) -> None:
     sae = SAE.load(tmp_path, k=5, threshold=1.5)
     assert (sae.k, float(sae.threshold)) == (5, 1.5)  # type: ignore[arg-type]
     assert SAE.load(tmp_path, kind="topk", k=5).encode(X).count_nonzero(dim=-1).max() == 5
+
+
+# ---------------------------------------------------------------------- one wrong byte
+
+
+@pytest.mark.parametrize("layout", ["torino", "saelens", "dictionary_learning"])
+def test_a_flipped_byte_of_the_weights_is_noticed(tmp_path: Path, layout: str) -> None:
+    write_sae(make_full_sae("topk"), tmp_path, layout)
+    weights = next(path for path in tmp_path.iterdir() if path.suffix != ".json")
+    flip_byte(weights, weights.read_bytes().index(make_full_sae("topk").b_enc.numpy().tobytes()))
+    with pytest.raises(BadFile, match=r"damaged|truncated") as caught:
+        SAE.load(tmp_path, decoder=False)
+    assert weights.name in str(caught.value)
+    assert "again" in str(caught.value)
+
+
+def test_a_checkpoint_without_checksums_is_read(tmp_path: Path) -> None:
+    write_sae(make_full_sae("topk"), tmp_path, "dictionary_learning")
+    state = torch.load(tmp_path / "ae.pt", weights_only=True)
+    set_crc32_options(False)
+    try:
+        torch.save(state, tmp_path / "ae.pt")
+    finally:
+        set_crc32_options(True)
+    assert SAE.load(tmp_path).kind == "topk"
+    torch.save(state, tmp_path / "ae.pt", _use_new_zipfile_serialization=False)
+    assert SAE.load(tmp_path).kind == "topk"
+
+
+def test_a_flipped_byte_of_an_earlier_file_is_noticed(tmp_path: Path) -> None:
+    """Earlier versions wrote the hash of the tensors, but no checksum of the file."""
+    sae = make_full_sae("topk")
+    sae.save(tmp_path)
+    tensors, header = read_arrays(tmp_path / "sae.safetensors")
+    save_file(tensors, tmp_path / "sae.safetensors", header)
+    assert verify_safetensors(tmp_path / "sae.safetensors") is None
+    assert torch.equal(SAE.load(tmp_path).W_enc, sae.W_enc)
+    flip_byte(tmp_path / "sae.safetensors", -20)
+    with pytest.raises(BadFile, match=r"sae\.safetensors is damaged: .* checksum\. Restore it from a copy"):
+        SAE.load(tmp_path)
+
+
+def test_a_changed_card_is_noticed(tmp_path: Path) -> None:
+    make_full_sae("topk").save(tmp_path)
+    card = tmp_path / "card.json"
+    card.write_text(card.read_text().replace('"k": 3', '"k": 2'))
+    with pytest.raises(BadFile, match=r"card\.json is damaged or was edited"):
+        SAE.load(tmp_path)
+
+
+def test_changed_names_are_ignored_with_a_warning(tmp_path: Path) -> None:
+    sae = make_full_sae("topk")
+    sae.names = {1: "dog"}
+    sae.save(tmp_path)
+    assert SAE.load(tmp_path).names == {1: "dog"}
+    names = tmp_path / "names.json"
+    names.write_text(names.read_text().replace('"1"', '"2"'))
+    with pytest.warns(UserWarning, match=r"does not match its checksum.* The names are ignored"):
+        assert SAE.load(tmp_path).names == {}
+
+
+def test_a_large_sae_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORINO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(verified, "SETTLED", 0.0)
+    SAE(torch.randn(2048, 256), W_dec=torch.randn(2048, 256)).save(tmp_path / "sae")
+    time.sleep(0.05)
+    reads: list[Path] = []
+
+    def count(path: Path) -> bool | None:
+        reads.append(path)
+        return verify_safetensors(path)
+
+    monkeypatch.setattr(common, "verify_safetensors", count)
+    for _ in range(3):
+        SAE.load(tmp_path / "sae", decoder=False)
+    assert len(reads) == 1
+    flip_byte(tmp_path / "sae" / "sae.safetensors", -1)
+    with pytest.raises(BadFile, match="does not match its checksum"):
+        SAE.load(tmp_path / "sae", decoder=False)

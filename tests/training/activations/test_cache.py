@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.support.files import read_folder
 from tests.support.tiny_towers import COUNT, GOOD, PATCHES, WIDTH, make_clip, make_dinov2, make_siglip2, write_tower
@@ -246,6 +247,25 @@ def test_other_settings_are_rejected(tmp_path: Path, clip: Tower, photos: Photos
     assert read_folder(store) == before
 
 
+def test_other_photos_of_the_same_names_and_sizes_are_rejected(tmp_path: Path, clip: Tower) -> None:
+    for name, first in (("one", 0), ("two", 100)):
+        (tmp_path / name / "photos").mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (40, 40), (first + number, 9, 9)).save(tmp_path / name / "photos" / f"{number}.bmp")
+    one, two = (open_photos(tmp_path / name / "photos") for name in ("one", "two"))
+    assert one.fingerprint == two.fingerprint
+
+    def stop(done: int, skipped: int) -> None:
+        if done >= 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache_activations(clip, one, tmp_path / "store", progress=stop, **SMALL_SHARDS)
+    with pytest.raises(BadParameter, match=r"started with other photos of the same names and sizes\. Use the same"):
+        cache_activations(clip, two, tmp_path / "store", **SMALL_SHARDS)
+    cache_activations(clip, one, tmp_path / "store", **SMALL_SHARDS)
+
+
 def test_two_runs_cannot_share_a_store(tmp_path: Path, clip: Tower, photos: Photos) -> None:
     def start_second_run(done: int, skipped: int) -> None:
         with pytest.raises(BadFile, match="Another run is caching activations"):
@@ -274,15 +294,18 @@ def test_truncated_shard_is_written_again(tmp_path: Path, clip: Tower, photos: P
     assert read_folder(tmp_path) == before
 
 
-def test_wrong_byte_is_repaired(tmp_path: Path, clip: Tower, photos: Photos) -> None:
+@pytest.mark.parametrize("repair", [False, True])
+def test_wrong_byte_is_repaired(tmp_path: Path, clip: Tower, photos: Photos, repair: bool) -> None:
     store = cache_activations(clip, photos, tmp_path, **SMALL_SHARDS)
     before = read_folder(tmp_path)
     path = store.shards[1].path
     data = bytearray(path.read_bytes())
     data[-5] ^= 64
     path.write_bytes(data)
+    with pytest.raises(BadFile, match=r"00001\.safetensors is damaged: .* checksum\. Run torino activations -o"):
+        Store.open(tmp_path)
     with pytest.warns(UserWarning, match="checksum"):
-        cache_activations(clip, photos, tmp_path, repair=True, **SMALL_SHARDS)
+        cache_activations(clip, photos, tmp_path, repair=repair, **SMALL_SHARDS)
     assert read_folder(tmp_path) == before
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.support.files import flip_byte, read_only
+from torino.core import verified
+from torino.core.checksum import verify_safetensors
 from torino.core.errors import BadFile, BadParameter
+from torino.core.io import read_arrays
 from torino.training.activations.selection import SkippedPhoto
 from torino.training.activations.shards import CacheSettings, Shard, open_shards, write_shard
 from torino.training.activations.store import Store
@@ -161,10 +167,46 @@ def test_wrong_byte_is_found_by_the_checksum(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
-    assert open_shards(tmp_path, SETTINGS)[1] == {}
-    faults = open_shards(tmp_path, SETTINGS, verify=True)[1]
+    faults = open_shards(tmp_path, SETTINGS)[1]
     assert list(faults) == [2]
-    assert "checksum" in faults[2]
+    with pytest.raises(
+        BadFile, match=r"00002\.safetensors is damaged: .* checksum\. Run torino activations -o .* again"
+    ):
+        Store.open(tmp_path)
+
+
+def test_shards_are_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORINO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(verified, "SETTLED", 0.0)
+    monkeypatch.setattr(verified, "MIN_BYTES", 1)
+    (tmp_path / "store").mkdir()
+    write_store(tmp_path / "store")
+    time.sleep(0.05)
+    reads: list[Path] = []
+    monkeypatch.setattr(Shard, "verify", lambda shard: reads.append(shard.path))
+    for _ in range(3):
+        Store.open(tmp_path / "store")
+    assert len(reads) == 3
+    open_shards(tmp_path / "store", SETTINGS, verify_again=True)
+    assert len(reads) == 6
+
+
+def test_a_shard_of_an_earlier_version_is_verified(tmp_path: Path) -> None:
+    """Earlier versions wrote the checksum of the tensors, but none of the file."""
+    photos = write_store(tmp_path)
+    path = SETTINGS.shard_path(tmp_path, 0)
+    save_file(*read_arrays(path)[:1], path, read_arrays(path)[1])
+    assert verify_safetensors(path) is None
+    assert torch.equal(Store.open(tmp_path).photo_rows(1), photos[1])
+    flip_byte(path, -3)
+    with pytest.raises(BadFile, match=r"00000\.safetensors is damaged"):
+        Store.open(tmp_path)
+
+
+def test_a_store_is_read_from_a_read_only_folder(tmp_path: Path) -> None:
+    photos = write_store(tmp_path)
+    with read_only(tmp_path):
+        assert torch.equal(Store.open(tmp_path).get_rows(range(4)), torch.cat(photos)[:4])
 
 
 def test_shard_with_other_settings_is_rejected(tmp_path: Path) -> None:

@@ -84,8 +84,9 @@ def summarize(
     answers = group_answers(run)
     opened = run.open_tasks(data) if tasks is None else dict(tasks)
     scorer = _RunScorer(run, opened, answers, judge, by, {"draws": draws, "level": level})
-    if baseline_of is not None:
-        scorer.use_baseline(open_run(baseline_of))
+    baseline = None if baseline_of is None else open_run(baseline_of)
+    if baseline is not None:
+        scorer.use_baseline(baseline)
     rows = [scorer.row(settings) for settings in _group_seeds(run.settings.values())]
     summary = _build_summary(run, rows, answers)
     summary |= {"by": by, "draws": draws, "level": level}
@@ -94,6 +95,9 @@ def summarize(
         column["note"] = scorer.notes.get(column["task"], "")
     summary["warnings"] = [item.to_dict() for item in find_implausible(run, opened, scorer.rows)]
     _compare(scorer, summary, versus)
+    weights = [item.metadata.get("weights") for item in (run, baseline or run)]
+    if None not in weights and weights[0] != weights[1]:
+        summary["notes"].append("The baseline was answered with other model weights than this run.")
     return _to_json(summary)
 
 
@@ -104,15 +108,19 @@ def summarize_counts(run: Run) -> Summary:
     return _to_json(_build_summary(run, rows, answers) | {"scored": False})
 
 
-def summarize_and_save(run: Run, data: str | Path | None = None, **options: Any) -> Summary:
-    """Summarize a run and save ``scores.json``; if the tasks' files are missing, read the saved one instead."""
-    file = run.folder / SCORES
+def summarize_and_save(run: Run, data: str | Path | None = None, folder: Path | None = None, **options: Any) -> Summary:
+    """Summarize a run and save ``scores.json`` in ``folder``, by default that of the run, and nothing elsewhere.
+
+    If the tasks' files are missing, the saved scores are returned instead.
+    """
+    file = (folder or run.folder) / SCORES
     try:
         tasks = run.open_tasks(data)
     except BadFile as error:
-        if data is not None or not file.is_file():
+        saved = [path for path in (file, run.folder / SCORES) if _is_of_run(path, run)]
+        if data is not None or not saved:
             raise
-        summary = read_scores(file)
+        summary = read_scores(saved[0])
         outdated = "" if summary["answers"]["bytes"] == _answer_bytes(run) else "; the run has more answers now"
         summary["notes"].append(
             f"Read from {SCORES}, which covers {summary['answers']['rows']:,} answers{outdated}, because the tasks "
@@ -120,21 +128,34 @@ def summarize_and_save(run: Run, data: str | Path | None = None, **options: Any)
         )
         return summary
     summary = summarize(run, tasks=tasks, **options)
-    write_json(file, summary)
+    write_json(file, summary, sealed=True)
     return summary
 
 
 def load_summary(run: Run) -> Summary:
-    """Return ``scores.json`` if it is up to date, else summarize the run, without scores if data is missing."""
+    """Return ``scores.json`` if it is up to date, else summarize the run, without scores if data is missing.
+
+    Nothing is written.
+    """
     file = run.folder / SCORES
-    if file.is_file():
+    if _is_of_run(file, run):
         summary = read_scores(file)
         if summary["answers"]["bytes"] == _answer_bytes(run):
             return summary
     try:
-        return summarize_and_save(run)
+        tasks = run.open_tasks()
     except BadFile:
         return summarize_counts(run)
+    return summarize(run, tasks=tasks)
+
+
+def _is_of_run(path: Path, run: Run) -> bool:
+    """Return whether a file holds the scores of a run and of the same tasks."""
+    if not path.is_file():
+        return False
+    summary = read_scores(path)
+    columns = [column["task"] for column in summary["columns"]]
+    return summary["run"].get("created") == run.metadata.get("created") and columns == run.tasks
 
 
 def read_scores(path: str | Path) -> Summary:

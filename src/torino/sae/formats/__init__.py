@@ -55,6 +55,7 @@ def read_sae(
         raise BadParameter(f"kind must be one of {', '.join(map(repr, get_args(Kind)))}, got {kind!r}.")
     _check_threshold(threshold)
     file = CheckpointFile(locate(source))
+    file.verify()
     sae = _select_reader(file)(file, decoder).build(file.path, kind, k, threshold)
     sae.names = native.read_names(file, sae.latents)
     sae.folder = file.path.parent

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from torino.core.checksum import damaged_file, verify_safetensors, verify_zip
 from torino.core.errors import BadFile, PickledObject, TorinoError, pickled_object
 from torino.core.filetype import explain, identify
-from torino.core.io import read_checkpoint, read_json, read_json_line, read_safetensors
+from torino.core.io import hash_tensors, read_checkpoint, read_json, read_json_line, read_safetensors
 from torino.core.tokens import FLOATS
+from torino.core.verified import VerifiedFiles
 from torino.sae.card import SAECard
 from torino.sae.model import SAE, Kind, Normalize, validate_k
 
@@ -38,6 +40,8 @@ CONVERT = {  # how to convert files in which a library pickles its objects
         "torch.save(sae.eval().state_dict(), 'sae.pt')."
     ),
 }
+DIGEST = "weights_sha256"
+"""Field of the header and the card of the torino layout: the hash of the tensors."""
 
 
 class TensorNames(NamedTuple):
@@ -90,6 +94,22 @@ class CheckpointFile:
         except PickledObject as error:
             raise pickled_object(path, error.name, CONVERT.get(error.name.split(".")[0], "")) from error
         self.keys = frozenset(str(name) for name in self._values)
+
+    def verify(self) -> None:
+        """Raise :class:`BadFile` if the file has a checksum that is wrong; a large file is read only once for this.
+
+        Files of the torino layout have one, as have torch checkpoints and all files that torino exported.
+        """
+        verified = VerifiedFiles(self.path.parent)
+        verified.check(self.path, self._verify)
+        verified.save()
+
+    def _verify(self) -> None:
+        correct = (verify_safetensors if self.path.suffix == ".safetensors" else verify_zip)(self.path)
+        if correct is None and DIGEST in self.header:  # files of earlier versions have only this
+            correct = hash_tensors(read_safetensors(self.path)[0]) == self.header[DIGEST]
+        if correct is False:
+            raise damaged_file(self.path)
 
     def has(self, name: str) -> bool:
         """Return whether the folder of the weights contains a file of this name."""

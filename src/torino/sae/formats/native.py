@@ -13,6 +13,7 @@ from torch import Tensor
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import hash_tensors, read_json, write_arrays, write_json
 from torino.sae.formats._common import (
+    DIGEST,
     THRESHOLDED,
     CheckpointFile,
     SAEParts,
@@ -29,7 +30,6 @@ FORMAT = "torino-sae/1"
 FAMILY = "torino-sae/"
 WEIGHTS, CARD = "sae.safetensors", "card.json"
 NAMES, NAMES_FORMAT = "names.json", "torino-names/1"
-DIGEST = "weights_sha256"
 
 
 def matches(file: CheckpointFile) -> bool:
@@ -77,7 +77,7 @@ def write(sae: SAE, folder: Path, dtype: torch.dtype) -> Path:
     tensors = _tensors(SAEParts.of(sae), dtype)
     digest = hash_tensors(tensors)
     write_arrays(folder / WEIGHTS, tensors, {"format": FORMAT, DIGEST: digest})
-    write_json(folder / CARD, {"format": FORMAT, **sae.facts(), DIGEST: digest})
+    write_json(folder / CARD, {"format": FORMAT, **sae.facts(), DIGEST: digest}, sealed=True)
     (folder / NAMES).unlink(missing_ok=True)  # names of the previous weights
     if sae.names:
         write_names(folder, {latent: {"name": name} for latent, name in sae.names.items()}, sae.latents, digest=digest)
@@ -116,7 +116,17 @@ def write_names(
         content[DIGEST] = digest
     content["made_from"] = made_from
     content["names"] = {str(latent): dict(names[latent]) for latent in sorted(names)}
-    return write_json(folder / NAMES, content)
+    return write_json(folder / NAMES, content, sealed=True)
+
+
+def count_names(folder: Path, digest: str | None) -> int:
+    """Return the number of names in ``names.json``; 0 if it is damaged or belongs to other weights than ``digest``."""
+    try:
+        content = read_json(folder / NAMES)
+    except BadFile:
+        return 0
+    names, others = content.get("names"), digest is not None and content.get(DIGEST, digest) != digest
+    return len(cast(dict[str, Any], names)) if isinstance(names, dict) and not others else 0
 
 
 def read_digest(folder: Path) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadParameter
+from torino.core.io import fingerprint_tensors
 from torino.core.tokens import check_matrix
 
 Part = tuple[int, int]
@@ -94,6 +95,11 @@ class InMemory:
     def rows(self) -> int:
         """Number of rows."""
         return len(self.tokens)
+
+    @property
+    def content(self) -> str:
+        """Hash of the rows; a training run is resumed only with the same ones."""
+        return fingerprint_tensors({"tokens": self.tokens})
 
     def batch(self, step: int, size: int, part: Part = (0, 1)) -> Tensor:
         """Return the rows of a step; see :class:`Activations`."""

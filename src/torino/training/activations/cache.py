@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torino.core.checksum import with_checksum
 from torino.core.errors import BadFile, BadParameter, BadTokens
-from torino.datasets import Photos
+from torino.datasets import Photos, hash_sample
 from torino.datasets.images import Padding
 from torino.training.activations.extraction import (
     ExtractedRows,
@@ -128,10 +129,12 @@ def cache_activations(
         else:
             photos_per_shard = existing.photos_per_shard
         settings = _make_settings(extractor, dtype, photos_per_shard)
+        sample = hash_sample(photos)
         if existing is not None:
             _check_same_settings(existing, settings, folder)
-        source = dict(source or {})
-        missing = _prepare_store(folder, settings, extractor.names, source, repair)
+            _check_same_photos(folder, sample)
+        facts = {"sample": sample, "given": dict(source or {})}
+        missing = _prepare_store(folder, settings, extractor.names, facts, repair)
         try:
             _write_shards(folder, settings, extractor, missing, batch, progress)
         except BadFile as error:
@@ -140,7 +143,7 @@ def cache_activations(
                 f"{error} {kept:,} of {settings.photos:,} photos are saved in {folder}. Fix the problem and run the "
                 "same command again to continue."
             ) from error
-        return _complete_store(folder, settings, source)
+        return _complete_store(folder, settings, facts)
 
 
 def _make_settings(extractor: RowExtractor, dtype: str, photos_per_shard: int) -> CacheSettings:
@@ -209,14 +212,23 @@ def _check_same_settings(existing: CacheSettings, settings: CacheSettings, folde
             )
 
 
+def _check_same_photos(folder: Path, sample: str) -> None:
+    """Raise if photos were replaced by others of the same names and sizes since a store was started."""
+    if read_card(folder).get("sample", sample) != sample:  # stores of earlier versions do not record it
+        raise BadParameter(
+            f"{folder} was started with other photos of the same names and sizes. Use the same photos to continue, or "
+            "another folder."
+        )
+
+
 def _prepare_store(
-    folder: Path, settings: CacheSettings, names: list[str], source: Mapping[str, Any], repair: bool
+    folder: Path, settings: CacheSettings, names: list[str], facts: Mapping[str, Any], repair: bool
 ) -> list[int]:
     """Write the card and the names, and return the numbers of the shards that are missing."""
-    _, faults = open_shards(folder, settings, verify=repair)
+    _, faults = open_shards(folder, settings, verify_again=repair)
     if not faults and (folder / NAMES).is_file() and _is_complete(folder):
         return []
-    _write_card(folder, settings, source, {})
+    _write_card(folder, settings, facts)
     write_text(folder / NAMES, "".join(json.dumps(name, ensure_ascii=False) + "\n" for name in names))
     for number, message in faults.items():
         path = settings.shard_path(folder, number)
@@ -309,7 +321,7 @@ class _ShardBuilder:
         write_shard(path, digest, rows, counts, grids, patches, self.skipped)
 
 
-def _complete_store(folder: Path, settings: CacheSettings, source: Mapping[str, Any]) -> Store:
+def _complete_store(folder: Path, settings: CacheSettings, facts: Mapping[str, Any]) -> Store:
     """Open the written store, and complete its card if necessary."""
     shards, faults = open_shards(folder, settings)
     if faults:  # a shard was removed in the meantime
@@ -319,12 +331,12 @@ def _complete_store(folder: Path, settings: CacheSettings, source: Mapping[str, 
         raise no_usable_photo(settings.photos, store.skipped[0])
     if not _is_complete(folder):
         write_text(folder / SKIPPED, "".join(f"{photo.name}\t{photo.reason}\n" for photo in store.skipped))
-        _write_card(folder, settings, source, store.summary() | {"complete": True})
+        _write_card(folder, settings, {**facts, **store.summary(), "complete": True})
     return store
 
 
-def _write_card(folder: Path, settings: CacheSettings, source: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
-    card = {"format": "torino activations 1", "complete": False, **asdict(settings), "given": dict(source), **summary}
-    text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
+def _write_card(folder: Path, settings: CacheSettings, facts: Mapping[str, Any]) -> None:
+    card = {"format": "torino activations 1", "complete": False, **asdict(settings), **facts}
+    text = json.dumps(with_checksum(card), indent=2, ensure_ascii=False) + "\n"
     # put lists of numbers, such as the mean, on one line
     write_text(folder / CARD, re.sub(r"\[[\d\s.,e+-]+\]", lambda match: " ".join(match[0].split()), text))

@@ -198,9 +198,14 @@ def hash_tower(tower: Tower) -> str:
     for name, weight in sorted(tower.model.state_dict().items()):
         values = weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {zlib.crc32(values):08x}\n".encode())
-    settings: dict[str, Any] = tower.processor.to_dict() if hasattr(tower.processor, "to_dict") else {}
-    digest.update(repr([(key, _plain_value(settings.get(key))) for key in PIXEL_SETTINGS]).encode())
+    digest.update(describe_pixels(tower.processor).encode())
     return digest.hexdigest()[:16]
+
+
+def describe_pixels(image_processor: Any) -> str:
+    """Return the settings of an image processor that determine the pixels, as text that identifies them."""
+    settings: dict[str, Any] = image_processor.to_dict() if hasattr(image_processor, "to_dict") else {}
+    return repr([(key, _plain_value(settings.get(key))) for key in PIXEL_SETTINGS])
 
 
 def _plain_value(value: Any) -> Any:

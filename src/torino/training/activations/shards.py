@@ -25,8 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torino.core.checksum import verify_safetensors
 from torino.core.errors import BadFile
 from torino.core.io import read_json, write_arrays
+from torino.core.verified import VerifiedFiles
 from torino.training.activations.selection import SkippedPhoto
 
 CARD, NAMES, SKIPPED, SHARDS = "card.json", "photos.jsonl", "skipped.txt", "shards"
@@ -147,9 +149,13 @@ class Shard:
         tensors = {"rows": self.rows, "counts": self.counts, "grids": self.grids, "sums": self.sums}
         return tensors if self.patches is None else tensors | {"patches": self.patches}
 
-    def is_intact(self) -> bool:
-        """Read the whole shard and return whether its checksum is correct."""
-        return _checksum(self.tensors) == self.crc32
+    def verify(self) -> None:
+        """Read the whole shard, and raise :class:`BadFile` if its checksum is wrong."""
+        correct = verify_safetensors(self.path)
+        if correct is None:  # shards of earlier versions have only the checksum of the tensors
+            correct = _checksum(self.tensors) == self.crc32
+        if not correct:
+            raise BadFile(f"{self.path} is damaged: its content does not match its checksum.")
 
 
 def write_shard(
@@ -167,7 +173,6 @@ def write_shard(
         tensors["patches"] = patches
     entries = [list(vars(photo).values()) for photo in skipped]
     header = {"settings": digest, "crc32": _checksum(tensors), "skipped": entries}
-    # a single metadata field: the order of several fields would differ from run to run
     write_arrays(path, tensors, {"torino": json.dumps(header, ensure_ascii=False)})
 
 
@@ -237,14 +242,16 @@ def read_card(folder: Path) -> dict[str, Any]:
 
 
 def open_shards(
-    folder: Path, settings: CacheSettings, *, verify: bool = False
+    folder: Path, settings: CacheSettings, *, verify_again: bool = False
 ) -> tuple[dict[int, Shard], dict[int, str]]:
     """Open the shards of a store; return the intact ones, and a message for each of the others.
 
-    Sizes and headers are always checked; checksums, which need all data to be read, only if ``verify``.
+    The checksum of a shard, which needs all its data to be read, is verified once: not again until the file changes,
+    unless ``verify_again``.
     """
     shards: dict[int, Shard] = {}
     faults: dict[int, str] = {}
+    verified = VerifiedFiles(folder / SHARDS)
     for number in range(settings.shards):
         path = settings.shard_path(folder, number)
         if not path.is_file():
@@ -254,9 +261,9 @@ def open_shards(
             shard = Shard.open(path, settings.digest)
             if shard.rows.shape[1] != settings.width or len(shard.counts) != len(settings.photo_range(number)):
                 raise BadFile(f"{path} has the wrong width or number of photos.")
-            if verify and not shard.is_intact():
-                raise BadFile(f"{path} is damaged: its checksum is not {shard.crc32}.")
+            verified.check(path, shard.verify, again=verify_again)
             shards[number] = shard
         except BadFile as error:
             faults[number] = str(error)
+    verified.save()
     return shards, faults

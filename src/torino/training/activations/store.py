@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import sqrt
@@ -97,13 +99,16 @@ class Store:
         settings = CacheSettings.from_card(card, folder / CARD)
         shards, faults = open_shards(folder, settings)
         if faults and not allow_incomplete:
-            fix = f"Run torino activations -o {folder} to write the missing shards"
+            fix = f"Run torino activations -o {folder} to write missing and damaged shards again"
             if not card.get("complete"):
                 raise BadFile(
                     f"{folder} is not complete: {len(shards)} of {settings.shards} shards exist. {fix}, or open the "
                     "existing ones (allow_incomplete=True)."
                 )
             raise BadFile(f"{next(iter(faults.values()))} {fix}; the other {len(shards)} shards are kept.")
+        for number, message in faults.items():
+            if settings.shard_path(folder, number).is_file():
+                warnings.warn(f"{message} Its rows are left out.", stacklevel=2)
         store = cls(folder, settings, shards, seed=seed, read_block=read_block)
         if store.rows == 0:
             raise BadFile(f"{folder} has no rows yet. Run torino activations -o {folder} to continue.")
@@ -138,6 +143,11 @@ class Store:
             "data": settings.data,
             "license": "",
         }
+
+    @property
+    def content(self) -> str:
+        """Hash of the checksums of all shards; a training run is resumed only with the same rows."""
+        return hashlib.sha256(" ".join(shard.crc32 for shard in self._shard_list).encode()).hexdigest()[:32]
 
     @cached_property
     def names(self) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadParameter
-from torino.datasets import Photos
+from torino.datasets import Photos, hash_sample
 from torino.datasets.images import Padding
 from torino.training.activations.base import Part, check_batch, part_range
 from torino.training.activations.extraction import (
@@ -33,6 +33,7 @@ class StreamSettings:
 
     tower: str
     fingerprint: str
+    sample: str
     tokens: str
     padding: str
     buffer: int
@@ -120,6 +121,7 @@ class Stream:
         return StreamSettings(
             tower=hash_tower(extractor.tower),
             fingerprint=extractor.photos.fingerprint,
+            sample=hash_sample(extractor.photos),
             tokens=extractor.selection.name,
             padding=extractor.padding,
             buffer=self.buffer,

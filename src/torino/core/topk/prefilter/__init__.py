@@ -85,8 +85,8 @@ class PrefilterCache:
         tokens : int
             Number of tokens of this call.
         folder : Path, optional
-            Folder of the SAE for the cache file, see :func:`load_or_quantize`. It is not used for weights that were
-            changed after loading.
+            Folder of the SAE, see :func:`load_or_quantize`; None for an SAE in memory, which is not cached on disk.
+            Weights that were changed after loading are not cached either.
         """
         if prefilter == "off" or weight.shape[1] > MAX_WIDTH:
             return None

@@ -147,8 +147,9 @@ def load_or_quantize(weight: Tensor, bias: Tensor, folder: Path | None, zero_poi
     weight, bias : Tensor
         The encoder.
     folder : Path, optional
-        Folder of the SAE. If it is not writable, torino's folder in the user's cache is used; if that is not writable
-        either, no file is written. A file that is damaged or belongs to other weights is replaced.
+        Folder of the SAE, which may contain a file of an earlier version; nothing is written there. The file is in
+        torino's folder in the user's cache; if that is not writable, no file is written. A file that is damaged or
+        belongs to other weights is replaced. None means that no file is read or written.
     zero_point : int
         128 for levels of 8 bits, 64 for 7 bits; see :mod:`torino.core.topk.prefilter.backends`.
     """
@@ -157,19 +158,18 @@ def load_or_quantize(weight: Tensor, bias: Tensor, folder: Path | None, zero_poi
     weights_sha256 = hash_tensors({"weight": weight})
     size = f"{weight.shape[0]}x{weight.shape[1]}"
     name = f"prefilter{zero_point.bit_length()}-{size}-{weights_sha256[:16]}.safetensors"
-    paths = [folder / f".{name}"]  # hidden, so that it is not mistaken for an SAE
+    file: Path | None = None
     with suppress(RuntimeError):  # the user may have no home folder
-        paths.append(cache_dir() / name)
-    for path in paths:
+        file = cache_dir() / name
+    for path in [folder / f".{name}", *([] if file is None else [file])]:
         cached = _read_cached(path, weights_sha256, weight, zero_point)
         if cached is not None:
             return cached.to(weight.device)
     quantized = quantize(weight, bias, zero_point)
     metadata = {"format": FORMAT, "weights_sha256": weights_sha256, "sha256": hash_tensors(quantized.tensors())}
-    for path in paths:
+    if file is not None:
         with suppress(TorinoError, OSError):
-            write_arrays(path, quantized.tensors(), metadata)
-            break
+            write_arrays(file, quantized.tensors(), metadata)
     return quantized
 
 
