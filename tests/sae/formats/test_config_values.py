@@ -83,6 +83,7 @@ BAD_K = {
 def set_raw(path: Path, keys: tuple[str, ...], raw: str) -> None:
     """Replace a value in a JSON file by raw text, which need not be valid for json.dumps."""
     content = json.loads(path.read_text())
+    content.pop("checksum", None)  # edited by hand, or written by an earlier version
     section = content
     for key in keys[:-1]:
         section = section[key]
