@@ -92,11 +92,11 @@ def to_index(kind: str, index: object, size: int) -> int:
     return number % size
 
 
-def check_choice(name: str, value: object, choices: Any) -> Any:
-    """Return the value; raise BadParameter unless it is one of a ``Literal``."""
+def check_choice(name: str, value: object, choices: Any, accepted: str = "") -> Any:
+    """Return the value; raise BadParameter unless it is one of a ``Literal``, which ``accepted`` can put in words."""
     if not isinstance(value, str | int | None) or value not in get_args(choices):  # a tensor cannot be compared
-        accepted = ", ".join(map(repr, get_args(choices)))
-        raise BadParameter(f"{name} must be one of {accepted}, got {describe_value(value)}.")
+        expected = accepted or f"one of {', '.join(map(repr, get_args(choices)))}"
+        raise BadParameter(f"{name} must be {expected}, got {describe_value(value)}.")
     return value
 
 
@@ -133,7 +133,9 @@ def check_tensor(name: str, value: object, error: type[TorinoError] = BadTokens)
     if not isinstance(value, Tensor):
         raise error(f"{name} must be a torch Tensor, got {type(value).__name__}.")
     if value.is_meta:
-        raise error(f"{name} is on the meta device and has no values. Load the weights, or move to a real device first.")
+        raise error(
+            f"{name} is on the meta device and has no values. Load the weights, or move to a real device first."
+        )
     if value.layout != torch.strided:
         raise error(f"{name} must be a dense tensor, got {value.layout}. Convert it with .to_dense().")
     return value
@@ -142,15 +144,23 @@ def check_tensor(name: str, value: object, error: type[TorinoError] = BadTokens)
 def check_real(name: str, value: Tensor, floats: Sequence[torch.dtype], error: type[TorinoError] = BadTokens) -> None:
     """Raise an error unless a tensor has one of the floating-point types."""
     if value.is_complex():
-        raise error(f"{name} must be real floating point, got {value.dtype}. Give its real part (.real) or its magnitude (.abs()).")
+        raise error(
+            f"{name} must be real floating point, got {value.dtype}. Give its real part (.real) or its magnitude (.abs())."
+        )
     if value.dtype not in floats:
         raise error(f"{name} must be floating point, got {value.dtype}. Convert it with .float().")
 
 
-def to_list(name: str, value: object, kind: type, expected: str, error: type[TorinoError] = BadTokens) -> list[Any]:
+def to_list(
+    name: str,
+    value: object,
+    kind: type | tuple[type, ...],
+    expected: str,
+    error: type[TorinoError] = BadTokens,
+) -> list[Any]:
     """Return a sequence of instances of ``kind`` as a list; raise an error for anything else."""
-    if isinstance(value, kind):
-        raise error(f"{name} takes a list of {expected}, got one {kind.__name__}. Put it in a list: [...].")
+    if isinstance(value, kind) and kind != (list, tuple):
+        raise error(f"{name} takes a list of {expected}, got one {type(value).__name__}. Put it in a list: [...].")
     if isinstance(value, str | bytes | Mapping | Tensor | np.ndarray | type) or not isinstance(value, Iterable):
         raise error(f"{name} takes a list of {expected}, got {describe_value(value)}.")
     items = list(cast(Iterable[Any], value))

@@ -25,7 +25,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if chosen.type in available and not available[chosen.type]():
         raise BadParameter(f"This machine has no {chosen.type} device that torch can use. Choose cpu.")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise BadParameter(f"This machine has {torch.cuda.device_count()} cuda devices, counted from 0, got {device!r}.")
+        raise BadParameter(
+            f"This machine has {torch.cuda.device_count()} cuda devices, counted from 0, got {device!r}."
+        )
     return chosen
 
 

@@ -231,7 +231,9 @@ def is_utf8(path: str | Path) -> bool:
 
 def _check_utf8(path: str | Path) -> None:
     if not is_utf8(path):
-        raise BadFile(f"{os.fspath(path)!r} is not valid UTF-8, as safetensors files require. Rename the folder or file.")
+        raise BadFile(
+            f"{os.fspath(path)!r} is not valid UTF-8, as safetensors files require. Rename the folder or file."
+        )
 
 
 def _unshared(value: Tensor, used: list[int]) -> Tensor:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torino.core.concepts import ConceptEncoder, Rank
 from torino.core.checks import check_type, to_integer
+from torino.core.concepts import ConceptEncoder, Rank
 from torino.core.errors import BadParameter
 from torino.core.grouping import Silent, group_by_overlap
 from torino.core.tokens import VisualTokens, check_images, ragged_patches

@@ -279,7 +279,9 @@ class SAE(nn.Module):
 
     def _check_device(self, name: str, x: Tensor) -> None:
         if x.device != self.W_enc.device:
-            raise BadTokens(f"{name} is on {x.device}, and the SAE is on {self.W_enc.device}. Move it with sae.to(...).")
+            raise BadTokens(
+                f"{name} is on {x.device}, and the SAE is on {self.W_enc.device}. Move it with sae.to(...)."
+            )
 
     def _preprocess(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalized and centered tokens, and the shift and scale that reverse the normalization."""
