@@ -133,9 +133,7 @@ def check_tensor(name: str, value: object, error: type[TorinoError] = BadTokens)
     if not isinstance(value, Tensor):
         raise error(f"{name} must be a torch Tensor, got {type(value).__name__}.")
     if value.is_meta:
-        raise error(
-            f"{name} is on the meta device and has no values. Load the weights, or move to a real device first."
-        )
+        raise error(f"{name} is on the meta device and has no values. Load its values, or give another tensor.")
     if value.layout != torch.strided:
         raise error(f"{name} must be a dense tensor, got {value.layout}. Convert it with .to_dense().")
     return value
@@ -144,9 +142,7 @@ def check_tensor(name: str, value: object, error: type[TorinoError] = BadTokens)
 def check_real(name: str, value: Tensor, floats: Sequence[torch.dtype], error: type[TorinoError] = BadTokens) -> None:
     """Raise an error unless a tensor has one of the floating-point types."""
     if value.is_complex():
-        raise error(
-            f"{name} must be real floating point, got {value.dtype}. Give its real part (.real) or its magnitude (.abs())."
-        )
+        raise error(f"{name} must be real floating point, got {value.dtype}. Give its real part or its magnitude.")
     if value.dtype not in floats:
         raise error(f"{name} must be floating point, got {value.dtype}. Convert it with .float().")
 

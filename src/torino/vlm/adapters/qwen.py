@@ -174,8 +174,8 @@ class Qwen(Adapter):
         kinds = check_tensor("mm_token_type_ids", inputs["mm_token_type_ids"], BadParameter)
         if kinds.shape != inputs["input_ids"].shape or kinds.is_floating_point():
             raise BadParameter(
-                f"mm_token_type_ids must be integers of the shape of input_ids, {tuple(inputs['input_ids'].shape)}, got "
-                f"{kinds.dtype} of shape {tuple(kinds.shape)}. Pass all outputs of the processor."
+                f"mm_token_type_ids must be integers of the shape of input_ids, {tuple(inputs['input_ids'].shape)}, "
+                f"got {kinds.dtype} of shape {tuple(kinds.shape)}. Pass all outputs of the processor."
             )
         if any(inputs.get(video) is not None for video in ("pixel_values_videos", "video_grid_thw")):
             raise BadParameter(
