@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import tempfile
+import zipfile
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +20,11 @@ from safetensors.torch import save_file as _save_safetensors
 from torch import Tensor
 
 from torino.core.errors import BadFile
+from torino.core.safety import check_expansion, check_size
+
+
+JSON_SHARE = 4  # parsed JSON takes up to 20 times the size of its file, so only a part of the limit is accepted
+HEADER_SHARE = 16  # and each tensor in the header of a safetensors file takes more
 
 
 def cache_dir() -> Path:
@@ -69,6 +76,7 @@ def write_json(path: str | Path, value: object) -> Path:
 def read_json(path: str | Path) -> dict[str, Any]:
     """Read a JSON object; raise :class:`BadFile` for anything else."""
     try:
+        check_size(str(path), Path(path).stat().st_size, JSON_SHARE)
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
@@ -129,6 +137,10 @@ def read_safetensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the metadata of a safetensors file, and the tensors for whose name ``wanted`` is true."""
     try:
+        with Path(path).open("rb") as start:
+            length = int.from_bytes(start.read(8), "little")
+        if length < Path(path).stat().st_size:  # safetensors refuses a longer header
+            check_size(f"The header of {path}", length, HEADER_SHARE)
         with safe_open(str(path), framework="pt") as file:
             names = [name for name in file.keys() if wanted(name)]  # noqa: SIM118 (not a dict)
             return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
@@ -142,7 +154,11 @@ def read_safetensors(
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a torch checkpoint of plain tensors; raise :class:`BadFile` if loading it would run code."""
     try:
+        if zipfile.is_zipfile(path):  # normally not compressed, but torch reads compressed ones too
+            _check_archive(Path(path))
         value = torch.load(path, map_location="cpu", weights_only=True)
+    except BadFile:
+        raise
     except FileNotFoundError as error:
         raise BadFile(f"There is no file {path}.") from error
     except Exception as error:
@@ -157,6 +173,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ) from error
     if not isinstance(value, dict):
         raise BadFile(f"{path} contains a {type(value).__name__}, not a state dict of named tensors.")
+    tensors = [item for item in cast(dict[str, Any], value).values() if isinstance(item, Tensor)]
+    # a tensor of stride 0 repeats one stored number, and a copy of it takes its whole size
+    check_expansion(str(path), Path(path).stat().st_size, sum(item.numel() * item.itemsize for item in tensors))
     return cast(dict[str, Any], value)
 
 
@@ -187,6 +206,7 @@ def _read_npz(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     texts: dict[str, str] = {}
     try:
+        _check_archive(path)
         with np.load(path, allow_pickle=False) as file:
             for name in file.files:
                 value = file[name]
@@ -196,9 +216,30 @@ def _read_npz(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                     texts[name] = str(value)
                 elif value.dtype.kind in "biuf":  # other types, such as dates and text arrays, are not used
                     tensors[name] = torch.from_numpy(value)
+    except BadFile:
+        raise
     except Exception as error:  # a damaged archive raises many error types from zipfile, zlib and numpy
         raise BadFile(
             f"{path} is not a readable .npz of plain arrays ({error}). "
             "It may be truncated, or contain pickled objects, which are never loaded."
         ) from error
     return tensors, texts
+
+
+def _check_archive(path: Path) -> None:
+    """Check the sizes that a zip file declares for its members, and those in the headers of arrays, before reading.
+
+    Readers do not decompress more of a member than its declared size.
+    """
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        check_expansion(str(path), path.stat().st_size, sum(member.file_size for member in members))
+        for member in members:
+            if not member.filename.endswith(".npy"):
+                continue
+            with archive.open(member) as file:
+                version = np.lib.format.read_magic(file)
+                read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read_header(file)
+            if prod(shape) * dtype.itemsize > member.file_size:
+                raise ValueError(f"{member.filename} declares shape {shape}, but has {member.file_size:,} bytes")
