@@ -133,17 +133,24 @@ def test_ordinary_text_is_not_changed() -> None:
     assert printable(text) == text
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", " =1", "＝1", "--1"])
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", " =1", "＝1", "--1"]
+)
 def test_formulas_are_neutralized(text: str) -> None:
     assert csv_cell(text) == f"'{text}"
 
 
 def test_numbers_stay_numbers() -> None:
-    assert format_csv([["a", "-0.5", -0.5, "+1e-3", "cat", "", None, np.float64(-2.5)]]) == "a,-0.5,-0.5,+1e-3,cat,,,-2.5\n"
+    assert (
+        format_csv([["a", "-0.5", -0.5, "+1e-3", "cat", "", None, np.float64(-2.5)]])
+        == "a,-0.5,-0.5,+1e-3,cat,,,-2.5\n"
+    )
 
 
 def test_markdown_without_html_links_and_images() -> None:
-    hostile = "<img src=x onerror=alert(1)> <u>ok</u> ![a](http://x) [b](javascript:c) \\[d](e) [f][g]\n[g]: h <http://i>"
+    hostile = (
+        "<img src=x onerror=alert(1)> <u>ok</u> ![a](http://x) [b](javascript:c) \\[d](e) [f][g]\n[g]: h <http://i>"
+    )
     text = neutralize_markdown(hostile, ["u"])
     assert "<u>ok</u>" in text
     assert text.count("<") == 2

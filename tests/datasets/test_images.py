@@ -163,14 +163,28 @@ def make_png(width: int, height: int, depth: int, color: int) -> bytes:
     compressor = zlib.compressobj(9)
     pixels = b"".join([*(compressor.compress(row) for _ in range(height)), compressor.flush()])
     chunks = {b"IHDR": struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0), b"IDAT": pixels, b"IEND": b""}
-    parts = [struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks.items()]
+    parts = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def make_tiled_tiff(tile: int) -> bytes:
     """A TIFF of 16 x 16 pixels that declares larger tiles."""
     data = zlib.compress(bytes(16 * 16 * 3))
-    tags = [(256, 16), (257, 16), (258, 8), (259, 8), (262, 2), (277, 3), (322, tile), (323, tile), (324, 8), (325, len(data))]
+    tags = [
+        (256, 16),
+        (257, 16),
+        (258, 8),
+        (259, 8),
+        (262, 2),
+        (277, 3),
+        (322, tile),
+        (323, tile),
+        (324, 8),
+        (325, len(data)),
+    ]
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
     return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(tags)) + entries + bytes(4)
 
@@ -213,7 +227,7 @@ def test_large_tiles_are_refused() -> None:
 def test_limit_of_pixels_can_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # the limit of Pillow
     monkeypatch.setenv("TORINO_MAX_PIXELS", "3000")
-    with pytest.raises(BadFile, match="64x64 pixels; torino accepts up to 3,000 pixels.* TORINO_MAX_PIXELS"):
+    with pytest.raises(BadFile, match=r"64x64 pixels; torino accepts up to 3,000 pixels.* TORINO_MAX_PIXELS"):
         open_image(encode_image(Image.new("RGB", (64, 64))))
     monkeypatch.setenv("TORINO_MAX_PIXELS", "5000")
     assert open_image(encode_image(Image.new("RGB", (64, 64)))).size == (64, 64)
@@ -240,7 +254,7 @@ def test_eps_does_not_start_ghostscript(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # search again
     Image.new("RGB", (8, 8)).save(tmp_path / "photo.jpg", "EPS")
-    with pytest.raises(BadFile, match="not an image in a known format. Give a JPEG, PNG, WebP, GIF, BMP or TIFF"):
+    with pytest.raises(BadFile, match=r"not an image in a known format\. Give a JPEG, PNG, WebP, GIF, BMP or TIFF"):
         open_image(tmp_path / "photo.jpg")
     assert not marker.exists()
 

@@ -324,7 +324,9 @@ def test_compressed_parquet_that_expands_is_refused(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.table({"image": [bytes(10**7)] * 2}), tmp_path / "p.parquet", compression="zstd", use_dictionary=False)
+    pq.write_table(
+        pa.table({"image": [bytes(10**7)] * 2}), tmp_path / "p.parquet", compression="zstd", use_dictionary=False
+    )
     photos = open_photos(tmp_path / "p.parquet")
     with pytest.raises(BadFile, match=r"A row group of .* takes [\d,]+ bytes on disk and 20,000,\d+ in memory"):
         photos[0]
@@ -340,7 +342,11 @@ def test_repeated_images_and_names_take_their_memory_once(tmp_path: Path, nested
     indices = pa.array([0] * count, pa.int32())
     images = pa.DictionaryArray.from_arrays(indices, pa.array([image]))
     names = pa.DictionaryArray.from_arrays(indices, pa.array([name]))
-    columns = {"image": pa.StructArray.from_arrays([images, names], ["bytes", "path"])} if nested else {"image": images, "name": names}
+    columns = (
+        {"image": pa.StructArray.from_arrays([images, names], ["bytes", "path"])}
+        if nested
+        else {"image": images, "name": names}
+    )
     pq.write_table(pa.table(columns), tmp_path / "p.parquet", store_schema=False)
     before = pa.total_allocated_bytes()
     photos = open_photos(tmp_path / "p.parquet")
@@ -389,7 +395,9 @@ def test_compressed_arrow_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_megabyte")
 def test_large_members_and_sparse_files_of_a_tar_are_refused(tmp_path: Path) -> None:
-    photos = open_photos(write_tar(tmp_path / "large.tar", {"a.png": bytes(2**20 + 1), "b.png": encode_color((1, 2, 3))}))
+    photos = open_photos(
+        write_tar(tmp_path / "large.tar", {"a.png": bytes(2**20 + 1), "b.png": encode_color((1, 2, 3))})
+    )
     with pytest.raises(BadFile, match=r"a\.png in .*large\.tar has 1,048,577 bytes; torino accepts up to 1,048,576"):
         photos[0]
     assert open_image(photos[1].data).size == (12, 8)

@@ -22,7 +22,6 @@ from torch import Tensor
 from torino.core.errors import BadFile
 from torino.core.safety import check_expansion, check_size
 
-
 JSON_SHARE = 4  # parsed JSON takes up to 20 times the size of its file, so only a part of the limit is accepted
 HEADER_SHARE = 16  # and each tensor in the header of a safetensors file takes more
 
@@ -239,7 +238,9 @@ def _check_archive(path: Path) -> None:
                 continue
             with archive.open(member) as file:
                 version = np.lib.format.read_magic(file)
-                read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                read_header = (
+                    np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                )
                 shape, _, dtype = read_header(file)
             if prod(shape) * dtype.itemsize > member.file_size:
                 raise ValueError(f"{member.filename} declares shape {shape}, but has {member.file_size:,} bytes")

@@ -1,6 +1,7 @@
 """Handle files from others safely: limits, paths, and text for a terminal, a spreadsheet or Markdown.
 
-Limits keep a small crafted file from filling the memory. Two environment variables raise the limits: ``TORINO_MAX_PIXELS`` for images, ``TORINO_MAX_BYTES`` for other data.
+Limits keep a small crafted file from filling the memory. Two environment variables raise them: ``TORINO_MAX_PIXELS``
+for images, ``TORINO_MAX_BYTES`` for other data.
 """
 
 from __future__ import annotations

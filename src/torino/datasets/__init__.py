@@ -30,9 +30,7 @@ ACCEPTED = (
 )
 
 
-def open_photos(
-    source: str | os.PathLike[str], *, limit: int | None = None, allow_outside: bool = False
-) -> Photos:
+def open_photos(source: str | os.PathLike[str], *, limit: int | None = None, allow_outside: bool = False) -> Photos:
     """Open a source of photos.
 
     ====================================  ============================================================================

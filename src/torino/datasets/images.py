@@ -117,7 +117,7 @@ def prepare(image: Image.Image, padding: Padding = "crop", color: tuple[int, int
         raise BadParameter(f"padding must be 'crop' or 'square', got {padding!r}.")
     width, height = image.size
     if padding == "square":
-        if max(width, height) ** 2 > 2 * max_pixels():  # a photo of the largest size and twice as wide as high is accepted
+        if max(width, height) ** 2 > 2 * max_pixels():  # accepts the largest photo if it is up to twice as wide as high
             raise _too_large_error("The image", f"{width}x{height} pixels and would be padded to a square", 2)
         return pad_square(image, color)
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):

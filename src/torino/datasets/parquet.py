@@ -30,6 +30,7 @@ from torino.datasets.base import (
 IMAGE_COLUMNS = ("image", "img", "jpg", "png")  # the first one that exists is used
 NAME_COLUMNS = ("file", "file_name", "filename", "name", "path", "__key__", "key", "id")
 MAX_NAME = 500  # characters of a photo's name; longer ones are cut
+DELTA_ENCODING = "DELTA_BYTE_ARRAY"
 DICTIONARY_BATCH, RECORD_BATCH = 2, 3  # types of Arrow messages
 CACHE_BYTES = 256 * 2**20  # size of the row groups that a parquet source keeps in memory
 _BINARY_TYPES = ("binary", "large_binary", "string", "large_string")
@@ -153,14 +154,19 @@ def _open_parquet(parquet: Any, path: Path) -> tuple[Any, _TableColumns, list[st
         columns, rows = _TableColumns(file.schema_arrow, path.name), int(file.metadata.num_rows)
         # Repeated values stay in a dictionary: a few bytes can repeat an image or a name millions of times.
         leaves = [file.schema.column(index) for index in range(len(file.schema))]
-        dictionaries = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+        groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+        dictionaries = [
+            leaf.path
+            for index, leaf in enumerate(leaves)
+            if leaf.physical_type == "BYTE_ARRAY"
+            and not any(DELTA_ENCODING in group.column(index).encodings for group in groups)
+        ]
         file = parquet.ParquetFile(path, metadata=file.metadata, read_dictionary=dictionaries)
         if rows > path.stat().st_size:
             raise BadFile(f"{path} declares {rows:,} photos, more than it has bytes. Download it again.")
         if columns.name_column is None:
             return file, columns, [None] * rows
-        groups = range(file.num_row_groups)
-        tables = [_read_bounded(file, group, [columns.name_column], path) for group in groups]
+        tables = [_read_bounded(file, group, [columns.name_column], path) for group in range(len(groups))]
         chunks = [chunk for table in tables for chunk in table.column(0).chunks]
         return file, columns, _to_texts(chunks if columns.name else [chunk.field("path") for chunk in chunks])
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
@@ -178,7 +184,7 @@ def _read_bounded(file: Any, group: int, names: Sequence[str], path: Path) -> An
     declared = sum(chunk.total_uncompressed_size for chunk in selected)
     what = f"A row group of {path}"
     check_expansion(what, stored, declared)
-    if not any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in selected):
+    if not any(DELTA_ENCODING in chunk.encodings for chunk in selected):
         return file.read_row_group(group, columns=list(names))
     # This encoding stores what a value adds to the one before it, so a value is at most as large as the whole group.
     rows = max(1, expansion_limit(stored) // max(declared, 1))

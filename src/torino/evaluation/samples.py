@@ -151,8 +151,8 @@ def read_tsv(
     on_bad_row : {"skip", "raise"}
         Add a row that cannot be used to ``problems``, or raise :class:`BadFile`.
     allow_outside : bool
-        Accept image files outside ``image_root`` or the folder of the file, after symbolic links are resolved; otherwise
-        they raise :class:`BadFile`.
+        Accept image files outside ``image_root`` or the folder of the file, after symbolic links are resolved;
+        otherwise they raise :class:`BadFile`.
     """
     path = Path(path)
     samples: list[Sample] = []

@@ -144,8 +144,8 @@ def read_examples(path: str | Path, *, allow_outside: bool = False) -> list[Figu
     def locate(name: str) -> Path:
         if not allow_outside and not is_inside(path.parent / name, path.parent):
             raise BadFile(
-                f"{path} names the file {name}, which is outside its folder. Copy the file there, or allow other folders "
-                "with --allow-outside (allow_outside=True)."
+                f"{path} names the file {name}, which is outside its folder. Copy the file there, or allow other "
+                "folders with --allow-outside (allow_outside=True)."
             )
         return path.parent / name
 
