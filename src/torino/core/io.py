@@ -18,6 +18,7 @@ from safetensors.torch import save_file as _save_safetensors
 from torch import Tensor
 
 from torino.core.errors import BadFile
+from torino.core.schema import MAX_BYTES, parse_json
 
 
 def cache_dir() -> Path:
@@ -66,17 +67,24 @@ def write_json(path: str | Path, value: object) -> Path:
     return write_atomic(path, write)
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object; raise :class:`BadFile` for anything else."""
+def read_json(path: str | Path, kind: Any = dict, fix: str = "Write it again or download it again.") -> dict[str, Any]:
+    """Read a JSON object; raise :class:`BadFile` for anything else.
+
+    ``kind`` describes its fields, see :func:`torino.core.schema.check_type`. ``fix`` is the sentence of the error message
+    that says what to do.
+    """
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            return parse_json(file.read(MAX_BYTES + 1), kind)
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
     except ValueError as error:
-        raise BadFile(f"{path} is not valid JSON ({error}). Write it again or download it again.") from error
-    if not isinstance(value, dict):
-        raise BadFile(f"{path} contains a JSON {type(value).__name__}, not an object with named fields.")
-    return cast(dict[str, Any], value)
+        raise BadFile(f"{path} cannot be used: {error}. {fix}") from error
+
+
+def is_file(path: str | Path) -> bool:
+    """Return whether a path is a file; False also for a name that the system does not accept, such as a long one."""
+    return os.path.isfile(path)  # noqa: PTH113 (Path.is_file raises for such names)
 
 
 def write_arrays(
