@@ -110,7 +110,7 @@ def _damage_json(draw: Draw, data: bytes) -> bytes:
     return _write_json(draw, value)
 
 
-def _damage_lines(draw: Draw, data: bytes) -> bytes:
+def damage_lines(draw: Draw, data: bytes) -> bytes:
     """Edit some of the first lines of a JSONL file, and its sequence of lines."""
     lines = data.splitlines(keepends=True)
     for _ in range(draw(st.integers(1, 3))):
@@ -137,12 +137,12 @@ def _damage_lines(draw: Draw, data: bytes) -> bytes:
 # ------------------------------------------------------------------ tables
 
 
-def _damage_table(draw: Draw, data: bytes) -> bytes:
-    """Edit the cells of a TSV, mostly those of the image and the answer."""
+def damage_table(draw: Draw, data: bytes) -> bytes:
+    """Edit the cells of a TSV, mostly those of the image and the answer, in columns 1 and 3."""
     rows = [line.split(b"\t") for line in data.rstrip(b"\n").split(b"\n")]
     for _ in range(draw(st.integers(1, 3))):
         row = draw(st.sampled_from(rows))
-        cell = draw(st.integers(0, len(row) - 1))
+        cell = min(draw(st.sampled_from([1, 1, 3, *range(len(row))])), len(row) - 1)
         action = draw(st.sampled_from(["text", "text", "list", "drop", "repeat", "swap", "quote"]))
         if action == "text":
             row[cell] = draw(TEXT_JUNK).encode("utf-8", "surrogatepass")
@@ -340,8 +340,8 @@ def damage_bytes(draw: Draw, data: bytes) -> bytes:
 
 STRUCTURES: dict[str, Callable[[Draw, bytes], bytes]] = {
     ".json": _damage_json,
-    ".jsonl": _damage_lines,
-    ".tsv": _damage_table,
+    ".jsonl": damage_lines,
+    ".tsv": damage_table,
     ".safetensors": _damage_safetensors,
     ".npz": _damage_npz,
     ".pt": _damage_checkpoint,

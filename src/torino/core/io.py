@@ -18,7 +18,7 @@ from safetensors.torch import save_file as _save_safetensors
 from torch import Tensor
 
 from torino.core.errors import BadFile
-from torino.core.schema import MAX_BYTES, parse_json
+from torino.core.schema import MAX_BYTES, check_type, parse_json, shorten
 
 
 def cache_dir() -> Path:
@@ -67,19 +67,38 @@ def write_json(path: str | Path, value: object) -> Path:
     return write_atomic(path, write)
 
 
-def read_json(path: str | Path, kind: Any = dict, fix: str = "Write it again or download it again.") -> dict[str, Any]:
+def read_json(
+    path: str | Path,
+    kind: Any = dict,
+    *,
+    version: str | None = None,
+    fix: str = "Write it again or download it again.",
+) -> dict[str, Any]:
     """Read a JSON object; raise :class:`BadFile` for anything else.
 
-    ``kind`` describes its fields, see :func:`torino.core.schema.check_type`. ``fix`` is the sentence of the error message
-    that says what to do.
+    Parameters
+    ----------
+    path : path
+    kind : type
+        Its fields, see :func:`torino.core.schema.check_type`.
+    version : str, optional
+        What its field ``format`` must be.
+    fix : str
+        The sentence of the error message that says what to do.
     """
     try:
         with Path(path).open("rb") as file:
-            return parse_json(file.read(MAX_BYTES + 1), kind)
+            value: dict[str, Any] = parse_json(file.read(MAX_BYTES + 1), dict)
+        if version is not None and value.get("format") != version:
+            raise BadFile(f"{path} has the format {shorten(value.get('format'))}; this torino reads {version!r}.")
+        check_type(value, kind)
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
     except ValueError as error:
+        if isinstance(error, BadFile):
+            raise
         raise BadFile(f"{path} cannot be used: {error}. {fix}") from error
+    return value
 
 
 def is_file(path: str | Path) -> bool:
@@ -123,7 +142,7 @@ def write_arrays(
 def read_arrays(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read named arrays and their metadata from ``.npz`` or ``.safetensors``."""
     path = Path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise BadFile(f"There is no file {path}. Give an existing .npz or .safetensors file.")
     if path.suffix == ".safetensors":
         return read_safetensors(path)

@@ -29,14 +29,17 @@ _KINDS: dict[Any, str] = {
 
 
 @dataclass(frozen=True)
-class Minimum:
-    """The smallest number allowed, in ``Annotated[int, Minimum(1)]``."""
+class Bounds:
+    """The smallest and the largest number allowed, in ``Annotated[int, Bounds(1)]``."""
 
-    value: float
+    minimum: float
+    maximum: float = sys.float_info.max
 
 
-Count = Annotated[int, Minimum(0)]
-Positive = Annotated[int, Minimum(1)]
+Count = Annotated[int, Bounds(0)]
+Positive = Annotated[int, Bounds(1)]
+Measure = Annotated[float, Bounds(-1e12, 1e12)]
+"""A measured value, such as a score; larger ones cannot be drawn."""
 
 
 def parse_json(data: bytes | str, kind: Any = Any) -> Any:
@@ -86,7 +89,7 @@ def check_type(value: object, kind: Any, name: str = "") -> None:
     """Raise ``ValueError`` unless a JSON value has the type ``kind``.
 
     ``kind`` is built from ``str``, ``int`` (of 64 bits), ``float`` (a finite number), ``bool``, ``None``, ``Any``,
-    ``list``, ``dict`` with ``str`` keys, ``Literal``, unions, ``Annotated`` with a :class:`Minimum`, and ``TypedDict`` or
+    ``list``, ``dict`` with ``str`` keys, ``Literal``, unions, ``Annotated`` with :class:`Bounds`, and ``TypedDict`` or
     dataclasses for objects. Fields with a default or ``NotRequired`` may be missing, and unknown fields are allowed.
     ``name`` is the name of the value in the message.
     """
@@ -132,7 +135,7 @@ def _checker(kind: Any) -> _Check:
     if kind is None or kind in _KINDS:
         return _scalar_checker(NoneType if kind is None else kind)
     if origin is Annotated:
-        return _minimum_checker(arguments[0], arguments[1].value)
+        return _bounds_checker(arguments[0], arguments[1])
     if origin is Literal:
         return _literal_checker(arguments)
     if origin in (Union, UnionType):
@@ -160,13 +163,15 @@ def _scalar_checker(kind: Any) -> _Check:
     return check
 
 
-def _minimum_checker(kind: Any, minimum: float) -> _Check:
+def _bounds_checker(kind: Any, bounds: Bounds) -> _Check:
     base = _checker(kind)
 
     def check(value: Any, name: str) -> None:
         base(value, name)
-        if value < minimum:
-            raise _wrong(name, f"{_KINDS[kind]} of at least {minimum:g}", value)
+        if value < bounds.minimum:
+            raise _wrong(name, f"{_KINDS[kind]} of at least {bounds.minimum:g}", value)
+        if value > bounds.maximum:
+            raise _wrong(name, f"{_KINDS[kind]} of at most {bounds.maximum:g}", value)
 
     return check
 

@@ -6,11 +6,35 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict
 
 from filelock import FileLock, Timeout
 
 from torino.core.errors import BadFile
+from torino.core.schema import Count, Positive, parse_json
+
+
+class AnswerRow(TypedDict):
+    """An answer of a run."""
+
+    task: str
+    index: str
+    setting: str
+    image: str
+    prediction: str
+    tokens: Count
+    before: Positive
+    seconds: NotRequired[dict[str, float]]
+
+
+class FailedRow(TypedDict):
+    """A question of a run that could not be answered."""
+
+    task: str
+    index: str
+    setting: str
+    error: str
+    seconds: NotRequired[dict[str, float]]
 
 
 class AnswerLog:
@@ -38,7 +62,7 @@ class AnswerLog:
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows and flush them; after an error the file ends with the last complete line before it."""
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(errors="replace")
         end = self._file.tell()
         try:
             self._file.write(text)
@@ -70,29 +94,34 @@ class AnswerLog:
             self._lock.release()
 
 
-def read_records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the files; skip a last line cut short by a crash, and raise for any other bad line."""
+def read_records(paths: Iterable[Path], kind: Any = dict) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the files; skip a last line cut short by a crash, and raise for any other bad line.
+
+    ``kind`` describes the fields of a row; see :func:`torino.core.schema.check_type`.
+    """
     for path in paths:
         try:
             with path.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
                         break
-                    yield _parse_row(path, number, line)
+                    yield _parse_row(path, number, line, kind)
         except OSError as error:
             raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
 
 
-def _parse_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def read_answer_rows(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the answers and failures in the files of a run; see :func:`read_records`."""
+    return read_records(paths, FailedRow | AnswerRow)
+
+
+def _parse_row(path: Path, number: int, line: bytes, kind: Any) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        return parse_json(line, kind)
     except ValueError as error:
         raise BadFile(
-            f"{path}, line {number} is not valid JSON ({error}). Remove that line; its question is asked again."
+            f"{path}, line {number} cannot be used: {error}. Remove that line; its question is asked again."
         ) from error
-    if not isinstance(row, dict):
-        raise BadFile(f"{path}, line {number} is not a JSON object. Remove that line; its question is asked again.")
-    return cast(dict[str, Any], row)
 
 
 def _lock(path: Path) -> FileLock:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from torino.core.errors import BadParameter
-from torino.core.io import read_json, write_json
+from torino.core.io import write_json
 from torino.evaluation.protocol import Setting
-from torino.evaluation.results import ANSWERS, FORMAT, RUN
+from torino.evaluation.results import ANSWERS, FORMAT, RUN, read_run_file
 from torino.evaluation.tasks import Task
 from torino.version import __version__
 from torino.vlm.session import VLM
@@ -74,7 +74,7 @@ def open_run_file(folder: Path, facts: dict[str, Any]) -> None:
             raise BadParameter(f"{folder} contains other files. Give a new or empty folder for the run.")
         write_json(file, facts)
         return
-    known = read_json(file)
+    known = read_run_file(file)
     for name in FIXED_FACTS:
         if known.get(name) != facts[name]:
             raise BadParameter(

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import numpy as np
 
 from torino.core.errors import BadFile, BadParameter
-from torino.core.io import read_json, write_json
+from torino.core.io import write_json
 from torino.evaluation.benchmarks import find_benchmark
 from torino.evaluation.judge import Grader
 from torino.evaluation.protocol import KD_METHODS, NO_SAE, Setting
+from torino.evaluation.reporting.scores_file import FORMAT, SCORES, read_scores
 from torino.evaluation.results import SETTINGS, Run, open_run
 from torino.evaluation.scoring import Score, ScoreStats
 from torino.evaluation.statistics import (
@@ -35,8 +36,6 @@ from torino.evaluation.statistics import (
 )
 from torino.evaluation.tasks import Task
 
-FORMAT = "torino-scores/1"
-SCORES = "scores.json"
 ResampleBy = Literal["question", "image"]
 Summary = dict[str, Any]
 Answers = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
@@ -133,14 +132,6 @@ def load_summary(run: Run) -> Summary:
         return summarize_and_save(run)
     except BadFile:
         return summarize_counts(run)
-
-
-def read_scores(path: str | Path) -> Summary:
-    """Read ``scores.json``."""
-    summary = read_json(path)
-    if summary.get("format") != FORMAT:
-        raise BadFile(f"{path} has the format {summary.get('format')!r}; this torino reads {FORMAT!r}.")
-    return summary
 
 
 def group_answers(run: Run) -> dict[tuple[str, str], list[dict[str, Any]]]:
