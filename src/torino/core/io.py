@@ -187,6 +187,21 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return cast(dict[str, Any], value)
 
 
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` unless ``tensors`` contain all ``expected`` names, with their shapes and types.
+
+    The values are not read. The expected tensors may be on the device ``meta``.
+    """
+    for name, like in expected.items():
+        value = tensors.get(name)
+        if value is None:
+            raise ValueError(f"{name!r} is missing")
+        if value.shape != like.shape or value.dtype != like.dtype:
+            raise ValueError(
+                f"{name!r} is {value.dtype} of shape {tuple(value.shape)}, not {like.dtype} of shape {tuple(like.shape)}"
+            )
+
+
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of named tensors, including names, shapes and types."""
     digest = hashlib.sha256()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import sqrt
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter
+from torino.core.schema import parse_json
 from torino.training.activations.base import Part, check_batch, part_range
 from torino.training.activations.selection import TokenSelection
 from torino.training.activations.shards import CARD, DTYPES, NAMES, CacheSettings, Shard, open_shards, read_card
@@ -104,10 +104,9 @@ class Store:
                     "existing ones (allow_incomplete=True)."
                 )
             raise BadFile(f"{next(iter(faults.values()))} {fix}; the other {len(shards)} shards are kept.")
-        store = cls(folder, settings, shards, seed=seed, read_block=read_block)
-        if store.rows == 0:
+        if not any(len(shard.rows) for shard in shards.values()):
             raise BadFile(f"{folder} has no rows yet. Run torino activations -o {folder} to continue.")
-        return store
+        return cls(folder, settings, shards, seed=seed, read_block=read_block)
 
     def __repr__(self) -> str:
         """Return a summary of the contents."""
@@ -145,7 +144,7 @@ class Store:
         try:
             # not splitlines, which also splits at characters that a name may contain
             lines = (self.folder / NAMES).read_text(encoding="utf-8").split("\n")
-            return [str(json.loads(line)) for line in lines if line]
+            return [parse_json(line, str) for line in lines if line]
         except (OSError, ValueError) as error:
             raise BadFile(f"Cannot read {self.folder / NAMES} ({error}). Run torino activations again.") from error
 
