@@ -69,7 +69,7 @@ def _find(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    return json.loads(json.dumps(value))
+    return json.loads(json.dumps(value, default=repr))
 
 
 def damage_value(draw: Draw, value: Any) -> Any:

@@ -437,8 +437,8 @@ def _rebuild(arrays: dict[str, Tensor], texts: dict[str, str]) -> list[Reduction
         raise ValueError("a role has no name")
     floats = ("weights", "score")
     for name in ("sources", "anchor", "concept", "assigned", *floats):
-        if arrays[name].is_floating_point() != (name in floats):
-            raise ValueError(f"{name} is {arrays[name].dtype}")
+        if arrays[name].is_floating_point() != (name in floats) or arrays[name].ndim != 1:
+            raise ValueError(f"{name} is {arrays[name].dtype} of shape {tuple(arrays[name].shape)}")
         arrays[name] = arrays[name].float() if name in floats else arrays[name].long()
     per_token = {name: arrays[name].split(lengths) for name in ("anchor", "concept", "score", "role", "row_lengths")}
     entries = [int(rows.sum()) for rows in per_token["row_lengths"]]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from torino.core.errors import BadFile, BadParameter, TorinoError, Unreachable
 from torino.core.io import read_json
+from torino.core.schema import check_type, parse_json
 from torino.datasets.base import (
     TEXT_COLUMNS,
     Photo,
@@ -30,6 +30,31 @@ IMAGE_COLUMNS = ("image", "img", "jpg", "png")  # the first one that exists is u
 NAME_COLUMNS = ("file", "file_name", "filename", "name", "path", "__key__", "key", "id")
 CACHE_BYTES = 256 * 2**20  # size of the row groups that a parquet source keeps in memory
 _BINARY_TYPES = ("binary", "large_binary", "string", "large_string")
+
+
+class ClassFeature(TypedDict):
+    """Class labels, as Hugging Face describes them."""
+
+    names: list[str]
+
+
+class ListFeature(TypedDict):
+    """Lists of class labels."""
+
+    feature: ClassFeature
+
+
+class SavedFile(TypedDict):
+    """A table of a dataset."""
+
+    filename: str
+
+
+class SavedState(TypedDict):
+    """Fields of ``state.json``, which ``save_to_disk`` writes."""
+
+    _data_files: list[SavedFile]
+    _fingerprint: NotRequired[str | None]
 
 
 class _TableColumns:
@@ -55,10 +80,7 @@ class _TableColumns:
         self.has_path = kind.startswith("struct<") and "path:" in kind
         self.name = next((name for name in NAME_COLUMNS if name in names), None)
         self.text = next((name for name in TEXT_COLUMNS if name in names), None)
-        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        feature: Any = metadata.get("info", {}).get("features", {}).get(self.text) or {}
-        feature = cast(Any, feature[0] if isinstance(feature, list) else feature)
-        self.class_names: list[str] = list(feature.get("names") or feature.get("feature", {}).get("names") or [])
+        self.class_names = _find_class_names(schema.metadata or {}, self.text, source)
 
     @property
     def photo_columns(self) -> list[str]:
@@ -77,6 +99,24 @@ class _TableColumns:
             struct = cast(dict[str, Any], value)
             value = struct.get("bytes") or struct.get("path")
         return Photo(name, folder / value if isinstance(value, str) else value or b"", texts)
+
+
+def _find_class_names(metadata: Mapping[bytes, bytes], column: str | None, source: str) -> list[str]:
+    """Return the class names of a column from the metadata that Hugging Face stores; empty if there are none."""
+    try:
+        value: Any = parse_json(metadata.get(b"huggingface", b"{}"))
+    except ValueError as error:
+        raise BadFile(f"The metadata of {source} cannot be used: {error}. Download the file again.") from error
+    for name in ("info", "features", column):
+        value = cast(dict[Any, Any], value).get(name) if isinstance(value, dict) else None
+    feature: Any = cast(list[Any], value)[0] if isinstance(value, list) and value else value
+    for kind in (ClassFeature, ListFeature):
+        try:
+            check_type(feature, kind)
+            return feature["names"] if kind is ClassFeature else feature["feature"]["names"]
+        except ValueError:  # not a column of class labels
+            continue
+    return []
 
 
 class ParquetPhotos(Photos):
@@ -182,11 +222,13 @@ class ArrowPhotos(Photos):
 
 def open_saved(path: Path, limit: int | None) -> Photos:
     """Open a folder written by ``save_to_disk``."""
-    arrow, state = _import_pyarrow("pyarrow"), read_json(path / "state.json")
-    files = [path / str(entry["filename"]) for entry in state.get("_data_files", [])]
+    arrow = _import_pyarrow("pyarrow")
+    state = read_json(path / "state.json", SavedState, fix="Save or download the dataset again.")
+    files = [path / entry["filename"] for entry in state["_data_files"]]
     try:
         tables = [arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all() for file in files]
         table = arrow.concat_tables(tables)
+        table.validate(full=True)  # arrow ends the process when it follows a wrong offset
     except (OSError, ValueError) as error:
         raise BadFile(
             f"{path} is not a readable dataset ({format_error(error)}). Save or download it again."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import accumulate, pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def read(file: CheckpointFile, decoder: bool) -> SAEParts:
     kwargs = get_section(config, "activation_fn_kwargs")
     k = next((value for value in (config.get("k"), kwargs.get("k"), details.get("k")) if value is not None), None)
     # k of BatchTopK is an average and may have a fraction
-    parts.k = round(k) if architecture != "topk" and isinstance(k, float) else as_integer(k)
+    parts.k = round(k) if architecture != "topk" and isinstance(k, float) and isfinite(k) else as_integer(k)
     parts.threshold = _threshold(file, architecture, len(parts.W_enc))
     _restore_training(parts, architecture, metadata)
     parts.groups = _groups(config.get("matryoshka_widths") or details.get("matryoshka_widths"), len(parts.W_enc))
@@ -160,7 +161,7 @@ def _fold_input(file: CheckpointFile, config: dict[str, Any], parts: SAEParts, r
 
 def _fold_scale(file: CheckpointFile, parts: SAEParts, rescale: bool) -> None:
     scale = (file.json(SCALER) or {}).get("scaling_factor")
-    if not isinstance(scale, int | float) or not 0 < scale < float("inf"):
+    if not isinstance(scale, int | float) or not 0 < scale < torch.finfo(torch.float32).max:
         raise BadFile(
             f"{file.path} was trained on scaled activations (normalize_activations='expected_average_only_in'), but "
             f"{SCALER} with the scale is missing or empty. Download that file too, or fold the scale with SAELens "
