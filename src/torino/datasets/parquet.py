@@ -62,6 +62,8 @@ class _TableColumns:
 
     def __init__(self, schema: Any, source: str) -> None:
         names = list[str](schema.names)
+        if len(set(names)) < len(names):
+            raise BadFile(f"{source} has two columns of the same name; its columns are {', '.join(names)}.")
         types = {name: schema.field(name).type for name in names}
         structs = [name for name in names if str(types[name]).startswith("struct<bytes:")]
         images = [name for name in IMAGE_COLUMNS if name in names] or structs
@@ -91,6 +93,13 @@ class _TableColumns:
     def name_column(self) -> str | None:
         """Column of the photo names, as parquet addresses it."""
         return self.name or (f"{self.image}.path" if self.has_path else None)
+
+    def read_row(self, table: Any, index: int, source: str) -> dict[str, Any]:
+        """Return the photo and its captions in a row of a table."""
+        try:
+            return {name: table.column(name)[index].as_py() for name in self.photo_columns}
+        except (IndexError, ValueError) as error:  # fewer rows than the file says, or text that is not UTF-8
+            raise BadFile(f"Cannot read row {index} of {source} ({format_error(error)}). Download it again.") from error
 
     def to_photo(self, row: dict[str, Any], name: str, folder: Path) -> Photo:
         value = row[self.image]
@@ -130,8 +139,7 @@ class ParquetPhotos(Photos):
         self._files: list[tuple[Any, _TableColumns, Path]] = []
         starts, max_rows, max_bytes = [0], 1, 1
         for number, path in enumerate(files):
-            file, columns, column = _open_parquet(parquet, path)
-            labels = [None] * file.metadata.num_rows if column is None else column.to_pylist()
+            file, columns, labels = _open_parquet(parquet, path)
             names += [f"{path.stem}#{row}" if label is None else str(label) for row, label in enumerate(labels)]
             marks += [(path.stat().st_size, _read_footer(path))]
             for group in range(file.num_row_groups):
@@ -153,7 +161,7 @@ class ParquetPhotos(Photos):
         group = bisect_right(self._starts, index) - 1
         _, columns, path = self._files[self._groups[group][0]]
         table = self._read_group(group)
-        row = {name: table.column(name)[index - self._starts[group]].as_py() for name in columns.photo_columns}
+        row = columns.read_row(table, index - self._starts[group], path.name)
         return columns.to_photo(row, self._names[index], path.parent)
 
     def _read_group(self, group: int) -> Any:
@@ -175,15 +183,15 @@ class ParquetPhotos(Photos):
         return table
 
 
-def _open_parquet(parquet: Any, path: Path) -> tuple[Any, _TableColumns, Any]:
-    """Open a parquet file; return it with its columns and the column of names, or None if there is none."""
+def _open_parquet(parquet: Any, path: Path) -> tuple[Any, _TableColumns, list[Any]]:
+    """Open a parquet file; return it with its columns and the names of the photos, None for those without."""
     try:
         file = parquet.ParquetFile(path)
         columns = _TableColumns(file.schema_arrow, path.name)
         if columns.name_column is None:
-            return file, columns, None
+            return file, columns, [None] * file.metadata.num_rows
         column = file.read(columns=[columns.name_column]).column(0)
-        return file, columns, column if columns.name else column.combine_chunks().field("path")
+        return file, columns, (column if columns.name else column.combine_chunks().field("path")).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
         if isinstance(error, TorinoError):
             raise
@@ -206,17 +214,21 @@ class ArrowPhotos(Photos):
         self._columns, self._table, self._folder = _TableColumns(table.schema, source), table, folder
         columns = self._columns
         labels: list[Any] = [None] * len(table)
-        if columns.name is not None:
-            labels = table.column(columns.name).to_pylist()
-        elif columns.has_path:
-            index = table.schema.field(columns.image).type.get_field_index("path")
-            labels = [path for chunk in table.column(columns.image).chunks for path in chunk.field(index).to_pylist()]
+        try:
+            if columns.name is not None:
+                labels = table.column(columns.name).to_pylist()
+            elif columns.has_path:
+                index = table.schema.field(columns.image).type.get_field_index("path")
+                chunks = table.column(columns.image).chunks
+                labels = [path for chunk in chunks for path in chunk.field(index).to_pylist()]
+        except ValueError as error:
+            raise BadFile(f"The names in {source} cannot be read ({format_error(error)}). Download it again.") from error
         names = [f"{source}#{row}" if label is None else str(label) for row, label in enumerate(labels)]
         selected, describe = take_first(names, limit, source)
         super().__init__(selected, hash_parts("table", len(table), len(selected), fingerprint), describe)
 
     def _photo(self, index: int) -> Photo:
-        row = {name: self._table.column(name)[index].as_py() for name in self._columns.photo_columns}
+        row = self._columns.read_row(self._table, index, self.describe)
         return self._columns.to_photo(row, self._names[index], self._folder)
 
 
