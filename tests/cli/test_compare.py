@@ -185,6 +185,8 @@ def test_a_named_method_is_compared_or_refused(home: Path) -> None:
         (["--methods", "torino-m(spice=1)"], "spice"),
         (["--budget", "few"], "--budget takes token counts"),
         (["--budget", "0"], "--budget takes token counts"),
+        (["--truth", ""], "--truth takes the right answer, or several separated by |, got ''."),
+        (["--truth", "orange|"], "got 'orange|'"),
         (["-o", "a.gif"], "--output must end in .png"),
         (["--model", "./nowhere"], "There is no folder './nowhere'"),
     ],

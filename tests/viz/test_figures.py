@@ -9,7 +9,7 @@ from PIL import ImageFont
 
 from tests.support.pictures import make_numbered_photo
 from torino import Reduction
-from torino.viz.figures import GREEN, ComparedAnswer, _wrap_text, draw_compare, draw_look, truncate_text
+from torino.viz.figures import GREEN, RED, ComparedAnswer, _wrap_text, draw_compare, draw_look, truncate_text
 
 
 def test_text_fits_into_its_width() -> None:
@@ -43,3 +43,19 @@ def test_pages_show_every_setting_and_mark_equal_answers() -> None:
     assert not (differing[:legend] == GREEN).all(-1).any()
     margins = np.concatenate([equal[:, :28].ravel(), equal[:, -28:].ravel(), equal[-6:].ravel()])
     assert (margins == 255).all(), "nothing is drawn on the margins"
+
+
+def test_the_picture_marks_right_and_wrong_answers_if_the_truth_is_known() -> None:
+    plan = Reduction.of([{0: 1.0}, {5: 1.0}], (3, 4))
+    photo = make_numbered_photo()
+
+    def marks(correct: bool | None, full: bool | None) -> tuple[bool, bool]:
+        """Return whether a right and a wrong mark are drawn above the legend."""
+        answer = ComparedAnswer("random", plan, "a cat", same=True, correct=correct)
+        page = np.asarray(draw_compare(photo, "What is it?", "a cat", [answer], correct=full))[:-42]
+        return bool((page == GREEN).all(-1).any()), bool((page == RED).all(-1).any())
+
+    assert marks(True, True) == (True, False)
+    assert marks(False, False) == (False, True), "the same answer as with all tokens is not marked as right"
+    assert marks(False, True) == (True, True)
+    assert marks(None, None) == (True, False), "without the truth, the sign of the same answer"

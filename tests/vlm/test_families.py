@@ -24,6 +24,8 @@ from tests.support.tiny_cells import (
 from torino import make
 from torino.reducers import Reducer
 from torino.vlm import VLM, families, reduced
+from torino.vlm.early_exit import measure_early_exit
+from torino.vlm.hooks import run_all_blocks
 from torino.vlm.session import Inputs
 
 Build = Callable[[], tuple[Any, list[dict[str, Any]]]]
@@ -124,6 +126,22 @@ def test_all_tokens_equal_the_stock_model(family: str) -> None:
         vlm, given = VLM(model, _Decoder()), Inputs(dict(inputs), ("",) * rows)
         output = vlm.generate(given, [vlm.reduce(vlm.encode(given), None)], **options)
         assert torch.equal(output.ids, model.generate(**inputs, **options)[:, length:])
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_tower_with_all_blocks_gives_the_same_tokens(family: str) -> None:
+    model, batches = MODELS[family]()
+    for inputs in batches:
+        vlm, given = VLM(model, _Decoder()), Inputs(dict(inputs), ("",) * len(inputs["input_ids"]))
+        stopped = vlm.encode(given).run(None)[0].tokens
+        with run_all_blocks() as count:
+            complete = vlm.encode(given).run(None)[0].tokens
+        assert len(stopped) == len(complete)
+        assert all(torch.equal(a.patches, b.patches) for a, b in zip(stopped, complete, strict=True))
+        early_exit = measure_early_exit(vlm, given)
+        assert (early_exit is not None) == (count.needed < count.all)
+        if early_exit is not None:
+            assert (early_exit.blocks, early_exit.of) == (count.needed, count.all)
 
 
 def _units(model: Any, inputs: dict[str, Any]) -> list[int]:

@@ -100,6 +100,8 @@ def compare(
     Prints the answers and writes a picture of what each method kept.
     """
     check_image_path("--output", output)
+    if truth is not None and not all(answer.strip() for answer in truth.split("|")):
+        raise BadParameter(f"--truth takes the right answer, or several separated by |, got {truth!r}.")
     budgets = parse_budgets("--budget", budget)
     with errors.status("Starting …") as status:
         from torino.core.device import resolve_device
