@@ -3,6 +3,9 @@
 Example::
 
     python -m torino_lab.training --data DATA --work build/train
+
+    # continue from exported weights, which have no state of the optimiser
+    python -m torino_lab.training --data DATA --work build/train --start lab/interim --first-step 375
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from torino_lab.weights import clip_folder, read_smollm2
 CAPTIONED = ["flickr8k-train-0", "flickr8k-train-1", "flickr8k-train-2", "cococap-train"]
 GENERATED = "generated-train"
 TRAIN = [*CAPTIONED, "cocovqa-train", "daquar-train", "scenetext-train", GENERATED]
-WATCH = {"cocovqa-dev": 192, "flickr8k-dev": 96, "daquar-dev": 32, "scenetext-dev": 64}
-SHARE = {"flickr8k": 0.6, "scenetext": 0.7}
+WATCH = {"cocovqa-dev": 96, "flickr8k-dev": 48, "daquar-dev": 24, "scenetext-dev": 16}
+SHARE = {"flickr8k": 0.6, "scenetext": 0.3}
 TOWER = "clip-vit-base-patch16:224:-2"
 SIZE, LAYER = 224, -2
 
@@ -40,6 +43,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32, help="rank of the updates of the language model")
     parser.add_argument("--caption-steps", type=int, default=500)
     parser.add_argument("--tune-steps", type=int, default=4000)
+    parser.add_argument("--decay-steps", type=int, default=800, help="steps at the end with a falling learning rate")
+    parser.add_argument("--start", type=Path, help="folder with exported weights: skip the first two stages")
+    parser.add_argument("--first-step", type=int, default=0, help="with --start: number of the first step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only-features", action="store_true", help="compute the tower's features and stop")
     args = parser.parse_args()
@@ -52,15 +58,11 @@ def main() -> None:
     if not files[GENERATED].exists():
         logging.info("Drawing images …")
         write_generated(read_captioned([files[name] for name in CAPTIONED]), files[GENERATED], args.seed)
-    features = {name: Features(args.work / "features", file, (197, 768), TOWER) for name, file in files.items()}
-
-    def fill(wanted: list[str]) -> None:
-        caches = [features[name] for name in wanted]
-        if any(cache_.missing() for cache_ in caches):
-            fill_all(caches, clip_encoder(clip_folder(cache), LAYER, SIZE), logging.info)
-
-    fill([*files] if args.only_features else [*CAPTIONED, *WATCH])
+    encode = clip_encoder(clip_folder(cache), LAYER, SIZE)
+    folder = args.work / "features"
+    features = {name: Features(folder, file, (197, 768), TOWER, encode) for name, file in files.items()}
     if args.only_features:
+        fill_all([*features.values()], encode, logging.info)
         return
     photos = add_presence(read_photos([files[name] for name in TRAIN]), args.seed)
     held_out: list[Photo] = []
@@ -71,14 +73,15 @@ def main() -> None:
     torch.manual_seed(args.seed)
     reader = Reader(language, best_dtype(), args.rank)
     trainer = Trainer(args.work, reader, tokenizer, photos, features, SHARE, held_out, args.seed)
-    trainer.align()
-    stages = [
-        Stage("captions", args.caption_steps, questions=2, projector_rate=1e-3),
-        Stage("tune", args.tune_steps, projector_rate=2e-4, lora_rate=3e-4, decay=800),
-    ]
-    trainer.run(stages[0])
-    fill([*files])
-    trainer.run(stages[1])
+    tune = Stage(
+        "tune", args.tune_steps, projector_rate=2e-4, lora_rate=3e-4, decay=args.decay_steps, first=args.first_step
+    )
+    if args.start:
+        trainer.start_from(args.start)
+    else:
+        trainer.align()
+        trainer.run(Stage("captions", args.caption_steps, questions=2, projector_rate=1e-3))
+    trainer.run(tune)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+Encode = Callable[[Sequence[Image.Image]], Tensor]
 BATCH = 8
 FLUSH = 25  # batches between two writes to disk
 
@@ -34,12 +36,17 @@ class Features:
         Tokens (with CLS) and width of one image.
     tower : str
         Identifies the tower and its layer; a cache made with another one is refused.
+    encode : callable, optional
+        From images to features. With it, rows that are read before :meth:`fill` reached them are computed then.
     """
 
-    def __init__(self, folder: Path, file: Path, shape: tuple[int, int], tower: str) -> None:
+    def __init__(
+        self, folder: Path, file: Path, shape: tuple[int, int], tower: str, encode: Encode | None = None
+    ) -> None:
         import pyarrow.parquet as pq
 
-        self.file = file
+        self.file, self.encode = file, encode
+        self._images: Any = None
         self.rows = pq.read_metadata(file).num_rows
         folder.mkdir(parents=True, exist_ok=True)
         card = {"tower": tower, "shape": [self.rows, *shape], "source": file.name, "bytes": file.stat().st_size}
@@ -57,19 +64,21 @@ class Features:
         """Rows whose features are not there yet."""
         return np.flatnonzero(self.done == 0).tolist()
 
-    def fill(self, encode: Callable[[Sequence[Image.Image]], Tensor]) -> Iterator[int]:
-        """Compute what is missing; yields the number of rows that are done."""
+    def images(self, rows: Sequence[int]) -> list[Image.Image]:
+        """Open the images of some rows."""
         import pyarrow.parquet as pq
 
+        if self._images is None:
+            self._images = pq.read_table(self.file, columns=["image"]).column("image")
+        return [Image.open(io.BytesIO(self._images[row].as_py())).convert("RGB") for row in rows]
+
+    def fill(self, encode: Encode) -> Iterator[int]:
+        """Compute what is missing; yields the number of rows that are done."""
         missing = self.missing()
-        if not missing:
-            return
-        images = pq.read_table(self.file, columns=["image"]).column("image")
         written: list[int] = []
         for number, start in enumerate(range(0, len(missing), BATCH), 1):
             rows = missing[start : start + BATCH]
-            opened = [Image.open(io.BytesIO(images[row].as_py())).convert("RGB") for row in rows]
-            self.values[rows] = encode(opened).to(torch.float16).numpy()
+            self.values[rows] = encode(self.images(rows)).to(torch.float16).numpy()
             written += rows
             if number % FLUSH == 0 or start + BATCH >= len(missing):
                 self.values.flush()
@@ -79,10 +88,17 @@ class Features:
             yield self.rows - len(missing) + start + len(rows)
 
     def __getitem__(self, rows: Sequence[int]) -> Tensor:
+        missing = sorted({row for row in rows if not self.done[row]})
+        if missing and self.encode is None:
+            raise KeyError(f"{self.file.stem} has no features of row {missing[0]}; call fill() first.")
+        for start in range(0, len(missing), BATCH):
+            some = missing[start : start + BATCH]
+            self.values[some] = self.encode(self.images(some)).to(torch.float16).numpy()
+            self.done[some] = 1
         return torch.from_numpy(self.values[rows])
 
 
-def clip_encoder(folder: Path, layer: int, size: int) -> Callable[[Sequence[Image.Image]], Tensor]:
+def clip_encoder(folder: Path, layer: int, size: int) -> Encode:
     """Return a function from images to hidden states of CLIP at ``layer``, CLS first.
 
     Images are squashed to ``size`` × ``size`` pixels; position embeddings are interpolated where that is not CLIP's
@@ -110,7 +126,7 @@ def clip_encoder(folder: Path, layer: int, size: int) -> Callable[[Sequence[Imag
     return encode
 
 
-def fill_all(caches: Sequence[Features], encode: Callable[[Sequence[Image.Image]], Tensor], log: Callable) -> None:
+def fill_all(caches: Sequence[Features], encode: Encode, log: Callable) -> None:
     """Fill several caches, reporting progress every half minute."""
     for cache in caches:
         begun, first, said = time.monotonic(), len(cache.missing()), 0.0

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torino_lab.assembly import ADAPTER, PROJECTOR
 from torino_lab.training.attention import register
 from torino_lab.training.features import Features
 from torino_lab.training.packing import HEAD, Batch, Segment, encode_question, pack
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 VISUAL, WIDTH = 196, 768
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHECKPOINT_SECONDS = 300
+WATCH_STEPS = 250
 STOP_WORDS = [
     "a",
     "an",
@@ -82,6 +84,8 @@ class Stage:
         At most so many text tokens after one photo.
     projector_rate, lora_rate : float
         Learning rates; 0 freezes the part.
+    first : int
+        Number of the first step, if the stage continues from weights without a state of the optimiser.
     """
 
     name: str
@@ -93,6 +97,7 @@ class Stage:
     lora_rate: float = 0.0
     warmup: int = 30
     decay: int = 100
+    first: int = 0
 
 
 class Projector(nn.Module):
@@ -118,6 +123,14 @@ class Projector(nn.Module):
             "linear_2.weight": self.linear_2.weight,
             "linear_2.bias": self.linear_2.bias,
         }
+
+    @torch.no_grad()
+    def unfold(self, weights: dict[str, Tensor]) -> None:
+        """Load what :meth:`folded` gave, with the present mean and standard deviation."""
+        stock = {name: value.float() for name, value in weights.items()}
+        self.linear_1.weight.copy_(stock["linear_1.weight"] * self.std)
+        self.linear_1.bias.copy_(stock["linear_1.bias"] + stock["linear_1.weight"] @ self.mean)
+        self.linear_2.load_state_dict({name: stock[f"linear_2.{name}"] for name in ("weight", "bias")})
 
 
 def lora_config(rank: int) -> Any:
@@ -225,7 +238,32 @@ class Trainer:
 
     def patches(self, photos: Sequence[Photo]) -> Tensor:
         """Features of photos without CLS, (B, 196, 768)."""
-        return torch.cat([self.features[photo.source][[photo.row]][:, 1:] for photo in photos])
+        result = torch.empty(len(photos), VISUAL, WIDTH, dtype=torch.float16)
+        for source in {photo.source for photo in photos}:
+            places = [place for place, photo in enumerate(photos) if photo.source == source]
+            result[places] = self.features[source][[photos[place].row for place in places]][:, 1:]
+        return result
+
+    def _captioned(self) -> list[Photo]:
+        return [photo for photo in self.photos if any(q.kind == "caption" for q in photo.questions)]
+
+    def _standardise(self, captioned: Sequence[Photo]) -> None:
+        """Measure mean and standard deviation of the features on some 400 photos."""
+        sample = captioned[:: max(1, len(captioned) // 400)]
+        values = self.patches(sample).float().flatten(0, 1)
+        projector = self.reader.projector
+        projector.mean, projector.std = values.mean(0), values.std(0).clamp_min(1e-3)
+
+    def start_from(self, folder: Path) -> None:
+        """Start from exported weights (:mod:`torino_lab.training.export`) in place of the first two stages."""
+        self._standardise(self._captioned())
+        self.reader.projector.unfold(load_file(folder / PROJECTOR))
+        updates = {
+            re.sub(r"\.(lora_[AB])\.", r".\1.default.", f"language.{name}"): value.float()
+            for name, value in load_file(folder / ADAPTER).items()
+        }
+        projector = {f"projector.{name}": value for name, value in self.reader.projector.state_dict().items()}
+        self.reader.load_trained({**projector, **updates})
 
     # ------------------------------------------------------------------ stage 0
 
@@ -237,10 +275,8 @@ class Trainer:
             projector.load_state_dict(load_file(done))
             return
         torch.manual_seed(self.seed)
-        captioned = [photo for photo in self.photos if any(q.kind == "caption" for q in photo.questions)]
-        sample = captioned[:: max(1, len(captioned) // 400)]
-        values = self.patches(sample).float().flatten(0, 1)
-        projector.mean, projector.std = values.mean(0), values.std(0).clamp_min(1e-3)
+        captioned = self._captioned()
+        self._standardise(captioned)
         words, table = self._words(captioned)
         vectors = functional.normalize(self.reader.embeddings.detach().float()[words], dim=-1)
         centre = vectors.mean(0)
@@ -319,7 +355,7 @@ class Trainer:
                 parameter.requires_grad_(group["peak"] > 0)
         groups = [group for group in groups if group["peak"] > 0]
         optimiser = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
-        step = 0
+        step = stage.first
         if partial.exists():
             tensors = load_file(partial)
             step = int(tensors.pop("step"))
@@ -329,11 +365,11 @@ class Trainer:
             self.log(stage=name, resumed=step)
         else:
             self.log(stage=name, settings=asdict(stage), dtype=str(reader.dtype), photos=len(self.photos))
-            self.watch(name, 0)
+            self.watch(name, step)
         pool = self._pool(captions_only=stage.lora_rate == 0)
         began, saved, seen, losses = time.monotonic(), time.monotonic(), 0, defaultdict[str, list[float]](list)
         while step < stage.steps:
-            scale = min(1.0, (step + 1) / stage.warmup, (stage.steps - step) / stage.decay)
+            scale = min(1.0, (step + 1 - stage.first) / stage.warmup, (stage.steps - step) / stage.decay)
             for group in optimiser.param_groups:
                 group["lr"] = group["peak"] * scale
             photos, batch, kinds = self._batch(stage, step, pool)
@@ -353,7 +389,7 @@ class Trainer:
                 pace = (time.monotonic() - began) / seen
                 self.log(stage=name, step=step, loss=means, norm=round(float(norm), 2), seconds_a_photo=round(pace, 3))
                 losses.clear()
-            if step % 500 == 0:
+            if step % WATCH_STEPS == 0:
                 self.watch(name, step)
             if time.monotonic() - saved > CHECKPOINT_SECONDS or stop():
                 _save(partial, {**reader.trained(), **_optimiser_state(optimiser), "step": torch.tensor(step)})
