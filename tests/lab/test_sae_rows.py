@@ -11,12 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from lab_photos import PHOTOS
 from PIL import Image
 from torino_lab.training.features import Features
 from torino_lab.training.generated import american, write_generated
 from torino_lab.training.rows import FeatureRows
 from torino_lab.training.views import crop, write_views
+
+from tests.support.lab_photos import PHOTOS
 
 
 @pytest.fixture

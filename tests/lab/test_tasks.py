@@ -7,11 +7,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from lab_photos import PHOTOS
-from torino_lab.task_catalog import TASKS
+from torino_lab.catalog import TASKS
 from torino_lab.tasks import TaskBuilder
 from torino_lab.tsv import fingerprint, majority_score, write_tsv
 
+from tests.support.lab_photos import PHOTOS
 from torino.core.errors import BadFile, TorinoError
 from torino.evaluation import open_task
 

@@ -21,6 +21,7 @@ from torino_lab.weights import clip_folder, read_smollm2
 PROJECTOR, ADAPTER, ADAPTER_CONFIG = "projector.safetensors", "adapter_model.safetensors", "adapter_config.json"
 SHIPPED = Path(__file__).resolve().parent / "data" / "lab"
 FEATURE_LAYER = -2  # as in LLaVA-1.5: the output of the penultimate block
+BLOCK = 10  # the same, as the zero-based number of the block
 IMAGE_TOKEN = "<image>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -52,7 +53,7 @@ def lab_folder(shipped: Path = SHIPPED) -> Path:
         if not part.is_file():
             raise BadFile(
                 f"There is no file {part}. Install torino-lab again, or write it with "
-                "python -m torino_lab.training --export."
+                "python -m torino_lab.training.export."
             )
     # The folder is named by the trained parts, so the cache is never stale.
     digest = hashlib.sha256(b"".join(hashlib.sha256(part.read_bytes()).digest() for part in parts)).hexdigest()

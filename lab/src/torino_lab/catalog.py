@@ -1,43 +1,42 @@
-"""List the lab's nine benchmarks: names, scoring rules and sizes. Cheap to import."""
+"""List the lab's benchmarks: names, scoring rules and sources. Cheap to import."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SPLITS = ("random", "popular", "adversarial")
-
 
 @dataclass(frozen=True)
-class LabBenchmark:
-    """The name, scoring rule and size of a benchmark.
+class LabTask:
+    """The name, scoring rule and source of a benchmark.
 
     Attributes
     ----------
     name, kind : str
-        The scoring rule is one of ``exact``, ``circular``, ``mcq``, ``mme``, ``pope``, ``vqa`` and ``judge``; ``judge``
-        uses :class:`torino_lab.tables.KeywordGrader`.
+        The scoring rule is one of torino's (:data:`torino.evaluation.benchmarks.Kind`).
+    files : tuple of str
+        Parquet files without their ending, all of photos that nothing was trained on.
+    sources : tuple of str
+        Questions of these origins are used; a name matches what it begins.
     parts : mapping of category to count
-        Questions in each category; images for ``mme``, which asks two questions about each.
+        Of generated benchmarks: questions in each category.
     """
 
     name: str
     kind: str
-    parts: dict[str, int]
+    files: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+    parts: dict[str, int] | None = None
 
 
-_NINE = (
-    LabBenchmark(
-        "Lab-GQA",
-        "exact",
-        {"cell": 90, "which": 60, "scene": 20, "shapes": 60, "where": 40, "shape": 40, "colour": 30},
-    ),
-    LabBenchmark("Lab-MMB", "circular", {"photo": 120, "cell": 70, "which": 25, "small": 45}),
-    LabBenchmark("Lab-MMB-CN", "circular", {"photo": 120, "cell": 60, "small": 40}),
-    LabBenchmark("Lab-MME", "mme", {"existence": 40, "action": 20, "cell": 40, "color": 30}),
-    LabBenchmark("Lab-POPE", "pope", dict.fromkeys(SPLITS, 150)),
-    LabBenchmark("Lab-SQA", "mcq", {"chart": 120, "diagram": 120}),
-    LabBenchmark("Lab-TextVQA", "vqa", {"sign": 240}),
-    LabBenchmark("Lab-VizWiz", "vqa", {"scene": 60, "doing": 60, "kind": 60, "colour": 40, "quality": 60}),
-    LabBenchmark("Lab-MMVet", "judge", {"rec": 70, "rec,spat": 70, "math": 60}),
+_ALL = (
+    LabTask("Lab-POPE", "pope", ("pope-dev",), ("pope",)),
+    LabTask("Lab-VQAv2", "vqa", ("cocovqa-dev",), ("vqa2",)),
+    LabTask("Lab-OKVQA", "vqa", ("cocovqa-dev", "cococap-dev"), ("okvqa",)),
+    LabTask("Lab-VSR", "yes-no", ("cocovqa-dev", "cococap-dev"), ("vsr",)),
+    LabTask("Lab-DAQUAR", "vqa", ("daquar-dev",), ("daquar",)),
+    LabTask("Lab-Text", "vqa", ("scenetext-dev",), ("icdar15",)),
+    LabTask("Lab-Captions", "caption", ("cococap-dev", "flickr8k-dev")),
+    LabTask("Lab-Collage", "exact", ("flickr8k-dev",), parts={"cell": 160, "which": 80, "presence": 160, "scene": 60}),
+    LabTask("Lab-Small", "exact", ("flickr8k-dev",), parts={"where": 80, "shape": 80, "color": 80, "presence": 80}),
 )
-BENCHMARKS = {benchmark.name: benchmark for benchmark in _NINE}
+TASKS = {benchmark.name: benchmark for benchmark in _ALL}

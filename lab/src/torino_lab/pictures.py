@@ -1,4 +1,4 @@
-"""Draw images with known answers: small shapes, signs, scenes of shapes and bar charts.
+"""Draw images with known answers: small shapes, signs and scenes of shapes.
 
 Each function returns an image and questions about it, and uses only the random generator that it is given.
 """
@@ -47,7 +47,6 @@ SIGN_COLORS = (
 )
 """Colors of a sign and of its text."""
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "middle", "right")
-TOPICS = {"rain": "week", "snow": "week", "milk": "cow", "bread": "shop", "fish": "boat"}
 
 DrawnImage = tuple[Image.Image, list[ImageQuestion]]
 
@@ -366,39 +365,3 @@ def _ask_counts(
 
 
 # ------------------------------------------------------------------ charts
-
-
-def bar_chart(rng: Random) -> DrawnImage:
-    """Draw three to five bars; ask for the tallest, the shortest, comparisons, and their number."""
-    count = rng.randint(3, 5)
-    colors = rng.sample(SHAPE_COLORS, count)
-    heights = [40 + 48 * step + rng.randint(0, 14) for step in rng.sample(range(6), count)]
-    background = _plain(colors, rng)
-    image = Image.new("RGB", (SIDE, SIDE), background)
-    pen = ImageDraw.Draw(image)
-    ink = RGB["black"] if sum(background) > 380 else RGB["white"]
-    step, base = (SIDE - 30) // count, SIDE - 14
-    for index, (color, height) in enumerate(zip(colors, heights, strict=True)):
-        left = 20 + index * step + step // 8
-        pen.rectangle((left, base - height, left + step * 3 // 4, base), RGB[color])
-    pen.line((14, 10, 14, base, SIDE - 10, base), ink, 3)
-    ranked = [color for _, color in sorted(zip(heights, colors, strict=True))]
-    questions = [
-        ImageQuestion("bar", "Which bar is the tallest?", ranked[-1]),
-        ImageQuestion("bar", "Which bar is the shortest?", ranked[0]),
-        ImageQuestion("bar-place", "What colour is the left bar?", colors[0]),
-        ImageQuestion("bar-place", "What colour is the right bar?", colors[-1]),
-        ImageQuestion("bar-count", "How many bars are there?", NUMBERS[count]),
-    ]
-    for first, second in (rng.sample(range(count), 2) for _ in range(3)):
-        taller = "yes" if heights[first] > heights[second] else "no"
-        questions.append(
-            ImageQuestion("bar-order", f"Is the {colors[first]} bar taller than the {colors[second]} bar?", taller)
-        )
-    topic = rng.choice(list(TOPICS))
-    for word, right in rng.sample((("most", ranked[-1]), ("least", ranked[0])), 2):
-        wrong = rng.sample([color for color in colors if color != right], min(3, count - 1))
-        hint = f"The bars show the {topic} of each {TOPICS[topic]}."
-        questions.append(make_choice("choice-hint", f"Which bar shows the {word} {topic}?", right, wrong, rng, hint))
-    rng.shuffle(questions)
-    return image, questions

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from random import Random
-from typing import Generic, TypeVar
 
 from PIL import Image
 
-from torino_lab.questions import LETTERS, ImageQuestion, join_options
+from torino_lab.questions import LETTERS, ImageQuestion
 
 POOL_FACTOR = 2  # candidates generated for each selected question
 MAX_TRIES = 40  # images inspected for each candidate
 ImageQuestions = tuple[Image.Image, Sequence[ImageQuestion]]
-T = TypeVar("T")
-
-
-class Replayable(Generic[T]):
-    """Cache the items of an iterator, so that several consumers iterate over the same ones.
-
-    Items are generated on first use. Parts of a benchmark share images this way, because encoding an image costs more
-    than asking another question about it.
-    """
-
-    def __init__(self, source: Iterator[T]) -> None:
-        self._source, self._items = source, list[T]()
-
-    def __iter__(self) -> Iterator[T]:
-        """Iterate from the first item."""
-        index = 0
-        while True:
-            if index == len(self._items):
-                item = next(self._source, None)
-                if item is None:
-                    return
-                self._items.append(item)
-            yield self._items[index]
-            index += 1
 
 
 @dataclass(frozen=True)
@@ -53,25 +27,6 @@ class Item:
     question: ImageQuestion
     category: str
     answers: tuple[str, ...] = ()
-
-
-class AnswerBalancer:
-    """Choose names so that each is asked about equally often where it is present and where it is absent."""
-
-    def __init__(self, rng: Random) -> None:
-        self._rng, self._surplus = rng, Counter[str]()
-
-    def pick_present(self, names: Sequence[str]) -> str:
-        """Choose one of the names that are present."""
-        name = min(self._rng.sample(names, len(names)), key=lambda name: self._surplus[name])
-        self._surplus[name] += 1
-        return name
-
-    def pick_absent(self, names: Sequence[str]) -> str:
-        """Choose one of the names that are absent."""
-        name = max(self._rng.sample(names, len(names)), key=lambda name: self._surplus[name])
-        self._surplus[name] -= 1
-        return name
 
 
 def select_questions(
@@ -122,20 +77,6 @@ def balance_answers(pool: Sequence[Item], total: int, rng: Random) -> list[Item]
     for rank in range(max(map(len, groups.values()), default=0)):
         chosen += [groups[answer][rank] for answer in answers if rank < len(groups[answer])]
     return chosen[:total]
-
-
-def rotate_options(items: Sequence[Item]) -> list[Item]:
-    """Rotate the options of choices, so that each letter is correct equally often."""
-    rotated: list[Item] = []
-    for number, item in enumerate(items):
-        question = item.question
-        options = list(question.options)
-        shift = (LETTERS.index(question.answer) - number) % len(options)
-        options = options[shift:] + options[:shift]
-        answer = LETTERS[options.index(_correct_text(question))]
-        text = join_options(question.stem, options, question.hint)
-        rotated.append(replace(item, question=replace(question, text=text, answer=answer, options=tuple(options))))
-    return rotated
 
 
 def _correct_text(question: ImageQuestion) -> str:

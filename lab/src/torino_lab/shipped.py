@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torino.core.errors import BadFile
 from torino.sae import SAE
-from torino_lab.model import SHIPPED
+from torino_lab.assembly import SHIPPED
 
 
 def lab_sae(folder: Path | None = None, *, decoder: bool = True) -> SAE:
@@ -15,7 +15,7 @@ def lab_sae(folder: Path | None = None, *, decoder: bool = True) -> SAE:
     Parameters
     ----------
     folder : Path, optional
-        By default the SAE of the package, which reads the tokens of :func:`torino_lab.tower.lab_tower`.
+        By default the SAE of the package, which reads the penultimate block of CLIP ViT-B/16.
     decoder : bool
         Whether to load the decoder. Concepts do not need it, and without it the SAE takes half the memory.
     """

@@ -17,10 +17,10 @@ from PIL import Image
 
 from torino.core.errors import BadFile, unknown_name
 from torino_lab import pictures
+from torino_lab.catalog import TASKS, LabTask
 from torino_lab.corpus import ON_PHOTO, Corpus, read_photos
 from torino_lab.questions import ImageQuestion
 from torino_lab.selection import ImageQuestions, Item, select_pairs, select_questions
-from torino_lab.task_catalog import TASKS, LabTask
 from torino_lab.training.generated import american
 from torino_lab.training.questions import tidy, tidy_question
 
@@ -43,7 +43,7 @@ class TaskBuilder:
     Parameters
     ----------
     data : Path
-        Folder with the parquet files of dev photos (see :mod:`torino_lab.task_catalog`).
+        Folder with the parquet files of dev photos (see :mod:`torino_lab.catalog`).
     seed : int
         Of the generated benchmarks.
     scale : float
@@ -98,7 +98,7 @@ class TaskBuilder:
     def _corpus(self, files: tuple[str, ...]) -> Corpus:
         if files not in self._corpora:
             photos = read_photos([self.data / f"{file}.parquet" for file in files])
-            self._corpora[files] = Corpus(photos, seed=self.seed)
+            self._corpora[files] = Corpus(photos)
         return self._corpora[files]
 
 

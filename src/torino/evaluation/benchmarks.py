@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Prompts = PromptStyle | Literal["auto", "task"]
 """A prompt style; ``task`` for the task's own instruction; ``auto`` for that, else the model's style, else
 ``standard``."""
-Kind = Literal["exact", "vqa", "mcq", "circular", "yes-no", "mme", "pope", "judge"]
+Kind = Literal["exact", "vqa", "mcq", "circular", "yes-no", "mme", "pope", "caption", "judge"]
 
 GROUP = "torino.tasks"
 SHORT = "Answer the question using a single word or phrase."
@@ -57,8 +57,8 @@ class Benchmark:
     label : str
         Its column heading in tables.
     kind : str or None
-        Scoring rule: ``exact``, ``vqa``, ``mcq``, ``circular``, ``yes-no``, ``mme``, ``pope`` or ``judge``. None
-        chooses ``mcq`` for a file with options and ``vqa`` for others.
+        Scoring rule: ``exact``, ``vqa``, ``mcq``, ``circular``, ``yes-no``, ``mme``, ``pope``, ``caption`` or
+        ``judge``. None chooses ``mcq`` for a file with options and ``vqa`` for others.
     files : tuple of str
         Names of its TSV files without the ending, the preferred one first.
     aliases : tuple of str
@@ -229,4 +229,4 @@ def answer_instruction(benchmark: Benchmark, kind: str, prompts: Prompts, text: 
         return "" if prompts == "vlmevalkit" else UNANSWERABLE
     if kind in ("mme", "pope"):
         return SHORT if prompts == "llava" else ""
-    return "" if kind == "judge" else SHORT
+    return "" if kind in ("caption", "judge") else SHORT

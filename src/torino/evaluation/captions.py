@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from torino.evaluation.samples import Sample
+from torino.evaluation.scoring import GradedAnswers, Parts, ScoreStats, mean_score
 
 ORDERS = 4  # n-grams of one to four words
 SIGMA = 6.0  # width of the length penalty of CIDEr-D
@@ -83,6 +86,27 @@ class CaptionScorer:
             weights[len(ngram) - 1][ngram] = count * (total - math.log(max(self._images[ngram], 1)))
         norms = [math.sqrt(sum(value**2 for value in order.values())) for order in weights]
         return _Vector(weights, norms, sum(count for ngram, count in counts.items() if len(ngram) == 2))
+
+
+def grade_captions(samples: Sequence[Sample], predictions: Mapping[str, str]) -> dict[str, float | None]:
+    """Return CIDEr-D of each caption by index, from 0 to 10; the samples are all of the task."""
+    scorer = CaptionScorer([sample.answers for sample in samples])
+    return {
+        sample.index: scorer.cider(number, predictions[sample.index])
+        for number, sample in enumerate(samples)
+        if sample.index in predictions
+    }
+
+
+def caption_score(graded: GradedAnswers) -> tuple[ScoreStats, Parts]:
+    """Compute the mean CIDEr-D, times 100 as usual, and the mean ROUGE-L."""
+    stats, parts = mean_score(graded)
+    scorer = CaptionScorer([sample.answers for sample in graded.samples])
+    rouge = [
+        scorer.rouge(number, graded.predictions.get(sample.index, "")) for number, sample in enumerate(graded.samples)
+    ]
+    parts["ROUGE-L"] = 100 * sum(rouge) / len(rouge)
+    return stats, parts
 
 
 def split_words(text: str) -> list[str]:

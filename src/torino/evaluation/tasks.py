@@ -31,6 +31,7 @@ from torino.evaluation.benchmarks import (
     find_benchmark,
     format_question,
 )
+from torino.evaluation.captions import caption_score, grade_captions
 from torino.evaluation.judge import NO_JUDGE, Grader, make_rule
 from torino.evaluation.samples import OnBadRow, RowProblem, Sample, SampleTable, read_jsonl, read_tsv
 
@@ -47,6 +48,7 @@ _RULES: dict[str, tuple[str, _Rule, _Total]] = {
     "yes-no": ("accuracy", scoring.match_yes_no, scoring.mean_score),
     "mme": ("acc + acc+, summed over categories", scoring.match_yes_no, scoring.mme_score),
     "pope": ("F1 of yes", scoring.match_yes_no, scoring.pope_score),
+    "caption": ("CIDEr-D", make_rule({}), caption_score),
     "judge": ("mean grade of the judge", make_rule({}), scoring.ability_score),
 }
 _PARSED = ("mcq", "circular", "yes-no", "mme", "pope")
@@ -62,7 +64,8 @@ class Task:
     name : str
         ``GQA``, ``MMBench_EN``, …, or the name of the file for a custom task.
     kind : str
-        Scoring rule: ``exact``, ``vqa``, ``mcq``, ``circular``, ``yes-no``, ``mme``, ``pope`` or ``judge``.
+        Scoring rule: ``exact``, ``vqa``, ``mcq``, ``circular``, ``yes-no``, ``mme``, ``pope``, ``caption`` or
+        ``judge``.
     samples : tuple of Sample
     source : Path
     fingerprint : str
@@ -173,6 +176,8 @@ class Task:
             if judge is None:
                 return scoring.build_empty_score(self.name, metric, samples, counts, f"{self.name}: {NO_JUDGE}")
             rule, note = make_rule(judge.grade_all(samples, predictions)), f"judged by {judge.name}"
+        if self.kind == "caption":
+            rule = make_rule(grade_captions(self.samples, predictions))
         graded = scoring.GradedAnswers(samples, predictions, self.benchmark.category_columns).grade(rule)
         if self.kind in (*_PARSED, "judge"):
             counts["unparsed"] = sum(

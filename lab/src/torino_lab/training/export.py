@@ -1,7 +1,13 @@
-"""Write the trained parts of a checkpoint as the package ships them: projector and low-rank updates, half precision."""
+"""Write the trained parts of a checkpoint as the package ships them: projector and low-rank updates, half precision.
+
+Example::
+
+    python -m torino_lab.training.export build/train/tune.safetensors lab/src/torino_lab/data/lab
+"""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -49,3 +55,16 @@ def _half(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if not value.isfinite().all():
             raise ValueError(f"{name} does not fit into half precision.")
     return half
+
+
+def main() -> None:
+    """Export a checkpoint."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="a finished stage or a partial checkpoint of the trainer")
+    parser.add_argument("folder", type=Path, help="where the files go; existing ones are replaced")
+    args = parser.parse_args()
+    export(args.checkpoint, args.folder)
+
+
+if __name__ == "__main__":
+    main()

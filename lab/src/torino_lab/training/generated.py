@@ -36,7 +36,7 @@ def write_generated(photos: Sequence[CaptionedPhoto], file: Path, seed: int, sca
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    corpus = Corpus(photos, seed=seed)
+    corpus = Corpus(photos)
     rows: dict[str, list[object]] = {
         name: [] for name in ("file", "image", "captions", "questions", "answers", "sources")
     }
