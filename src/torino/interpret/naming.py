@@ -113,7 +113,7 @@ def name_concepts(activations: TopActivations, texts: Sequence[Sequence[str]]) -
             f"The top activations are of {len(activations.grids)} photos, but texts of {len(texts)} photos were given. "
             "Give the texts of the same photos in the same order."
         )
-    words = _extract_words(texts)
+    words = extract_words(texts)
     captioned = [photo for photo in range(len(texts)) if texts[photo] and photo not in activations.skipped]
     if not captioned:
         raise BadParameter(
@@ -239,7 +239,7 @@ def _significance(count: int, frequency: int, size: int, photos: int) -> float:
     return log10(comb(photos, size)) - log10(ways)
 
 
-def _extract_words(texts: Sequence[Sequence[str]]) -> list[frozenset[str]]:
+def extract_words(texts: Sequence[Sequence[str]]) -> list[frozenset[str]]:
     """Return the words in the texts of each photo, plurals as singulars, without stop words."""
     words = [{word for text in captions for word in _WORD.findall(text.lower())} for captions in texts]
     known = {word for photo_words in words for word in photo_words}

@@ -95,7 +95,7 @@ def read_names(file: CheckpointFile, latents: int) -> dict[int, str]:
         if other_size or (DIGEST in content and DIGEST in file.header and content[DIGEST] != file.header[DIGEST]):
             raise BadFile(f"{path} belongs to other weights.")
         entries = cast(dict[str, dict[str, Any]], content["names"])
-        names = {int(latent): str(entry["name"]) for latent, entry in entries.items()}
+        names = {int(latent): _shown_name(entry) for latent, entry in entries.items()}
         if any(not 0 <= latent < latents for latent in names):
             raise BadFile(f"{path} contains names of latents that this SAE does not have.")
         return names
@@ -105,6 +105,12 @@ def read_names(file: CheckpointFile, latents: int) -> dict[int, str]:
         reason = f"{path} has an entry without a name."
     warnings.warn(f"{reason} The names are ignored. Create them again with torino concepts.", stacklevel=2)
     return {}
+
+
+def _shown_name(entry: Mapping[str, Any]) -> str:
+    """Return the name of a concept; low-level concepts, such as colors and edges, are put in brackets."""
+    name = str(entry["name"])
+    return name if entry.get("kind", "thing") == "thing" else f"({name})"
 
 
 def write_names(
