@@ -19,7 +19,6 @@ from torino.core.tokens import load_tokens, save_tokens
 from torino.datasets.bundled import example_tokens
 
 
-
 def test_the_bundled_photos_are_reduced_by_default(tmp_path: Path) -> None:
     target = tmp_path / "reduced.npz"
     text = run_torino("reduce", "--sae", "example", "--explain", "2", "-o", target).out

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from PIL import ImageFont
+import torch
+from PIL import Image, ImageFont
 
 from tests.support.pictures import make_numbered_photo
 from torino import Reduction
+from torino.viz.draw import token_color
 from torino.viz.figures import GREEN, RED, ComparedAnswer, _wrap_text, draw_compare, draw_look, truncate_text
 
 
@@ -29,9 +31,10 @@ def test_text_fits_into_its_width() -> None:
 def test_pages_show_every_setting_and_mark_equal_answers() -> None:
     plans = [("k = 1, δ = 1", Reduction.of([{0: 1.0}, {5: 1.0}], (3, 4)))] * 3
     photo = make_numbered_photo()
-    pages = [np.asarray(draw_look(photo, plans[:count], title="numbered", side=40)) for count in (1, 3)]
-    assert pages[0].shape[1] == pages[1].shape[1] == 2 * 30 + 4 * 40 + 3 * 18
-    assert (pages[1].shape[0] - pages[0].shape[0]) % 2 == 0
+    pages = [np.asarray(draw_look(photo, (plans * 2)[:count], title="numbered", side=40)) for count in (1, 3, 4)]
+    assert [page.shape[1] for page in pages] == [2 * 30 + n * 40 + (n - 1) * 18 for n in (2, 4, 4)]
+    assert pages[0].shape[0] == pages[1].shape[0]
+    assert pages[2].shape[0] - 58 == 2 * (pages[1].shape[0] - 58), "four settings take two lines"
     same = [ComparedAnswer("random", plans[0][1], "a cat", same=True)] * 6
     different = [replace(answer, same=False) for answer in same]
     equal, differing = (
@@ -43,6 +46,29 @@ def test_pages_show_every_setting_and_mark_equal_answers() -> None:
     assert not (differing[:legend] == GREEN).all(-1).any()
     margins = np.concatenate([equal[:, :28].ravel(), equal[:, -28:].ravel(), equal[-6:].ravel()])
     assert (margins == 255).all(), "nothing is drawn on the margins"
+
+
+def test_a_concept_has_one_color_in_all_pictures_and_is_listed_once() -> None:
+    photo = Image.new("RGB", (60, 40), (200, 200, 200))
+
+    def plan(*groups: tuple[int, set[int]]) -> Reduction:
+        tokens = [dict.fromkeys(sorted(patches), 1 / len(patches)) for _, patches in groups]
+        return replace(Reduction.of(tokens, (2, 3)), concept=torch.tensor([concept for concept, _ in groups]))
+
+    plans = [("a", plan((7, {0, 1, 2}), (9, {3, 4}), (7, {5}))), ("b", plan((9, {3, 4}), (7, {0, 1}), (3, {2, 5})))]
+    side = 120
+    page = np.asarray(draw_look(photo, plans, side=side, names={7: "sky", 9: "sea", 3: "sky"})).astype(int)
+    top, cell = 14 + 40, side // 3
+    first, second = (page[top : top + 80, left : left + side] for left in (30 + 138, 30 + 2 * 138))
+    sky, sea = first[cell // 2, cell // 2 * 3], first[3 * cell // 2, cell // 3]
+    assert (second[3 * cell // 2, cell // 3] == sea).all()
+    assert (sky != sea).any()
+    legend = page[top + 80 + 30 :, 30:46]
+    swatches = {tuple(color) for color in legend.reshape(-1, 3).tolist()} - {(255, 255, 255)}
+    named = [np.array([round(0.45 * 200 + 0.55 * c) for c in token_color(n)]) for n in range(3)]
+    assert tuple(named[0].tolist()) in swatches
+    assert tuple(named[1].tolist()) in swatches
+    assert tuple(named[2].tolist()) not in swatches, "the third concept has a name that is listed already"
 
 
 def test_the_picture_marks_right_and_wrong_answers_if_the_truth_is_known() -> None:

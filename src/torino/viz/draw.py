@@ -46,6 +46,7 @@ def draw_reduction(
     style: DrawStyle = "groups",
     side: int = 336,
     names: Mapping[int, str] | None = None,
+    colors: Mapping[int, tuple[int, int, int]] | None = None,
 ) -> Image.Image:
     """Draw a reduction over its photo.
 
@@ -65,6 +66,9 @@ def draw_reduction(
     names : mapping of latent to str, optional
         Concept names, for example ``sae.names``. The largest groups are labelled with the name of their concept, each
         name once. Only used by the style ``"groups"``.
+    colors : mapping of latent to color, optional
+        Colors of concepts for the style ``"groups"``, so that a concept has the same color in several pictures. Groups
+        of other concepts have a color for each token.
     """
     rows, columns = plan.grid
     cell = max(2, side // max(rows, columns))
@@ -86,9 +90,10 @@ def draw_reduction(
             edge = _find_edges(np.where(grouped, token, -1))
             shown[edge] = 0.45 * shown[edge] + 0.55 * np.array(MUTED)  # soft lines, because there may be many
         return Image.fromarray(shown.round().astype(np.uint8))
-    colors = np.array([token_color(number) for number in range(tokens)], np.float64)
+    concepts = plan.concept.tolist() or [-1]
+    tints = [(colors or {}).get(concept, token_color(number)) for number, concept in enumerate(concepts)]
     gray = base.mean(-1, keepdims=True)
-    tinted = 0.45 * gray + 0.55 * colors[np.maximum(token, 0)]
+    tinted = 0.45 * gray + 0.55 * np.array(tints, np.float64)[np.maximum(token, 0)]
     shown = np.where((sizes[np.maximum(token, 0)] > 1)[..., None], tinted, base)
     shown = np.where((token >= 0)[..., None], shown, 0.25 * base)
     shown[_find_edges(token)] = 255

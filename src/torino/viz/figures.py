@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -15,17 +16,18 @@ from torino.viz.draw import (
     INK,
     MUTED,
     PAPER,
-    DrawStyle,
     Image,
     ImageDraw,
     ImageFont,
     draw_reduction,
     scale_to_grid,
+    token_color,
     transliterate,
 )
 
 GREEN, LINE = (22, 120, 62), (214, 217, 221)
 RED = (176, 32, 32)
+LOOK_COLUMNS = 3  # reductions in one line of draw_look
 MARK_COLORS = {"same": GREEN, "right": GREEN, "wrong": RED}
 
 
@@ -60,40 +62,81 @@ def draw_look(
     names: Mapping[int, str] | None = None,
     side: int = 336,
 ) -> Image.Image:
-    """Draw several reductions of one photo, one row each: photo, groups, kept patches, output tokens.
+    """Draw several reductions of one photo: the photo once, and for each reduction its groups and its output tokens.
+
+    A concept has the same color in all pictures. The largest concepts are listed below the photo.
 
     Parameters
     ----------
     photo : PIL image, optional
         As the tower sees it.
     plans : sequence of (heading, Reduction)
-        All with the same grid.
+        All with the same grid; three of them share a line.
     title : str
         Title of the page.
     names, side
         As for :func:`draw_reduction`.
     """
-    styles: tuple[DrawStyle, ...] = ("groups", "kept", "tokens")
-    captions = ("the photo as the tower sees it", "groups: one color per token", "kept patches", "output tokens")
     rows, columns = plans[0][1].grid
     cell = max(2, side // max(rows, columns))
     width, height = columns * cell, rows * cell
-    margin, gap, head, label, foot = 30, 18, 58 if title else 14, 40, 46
-    page = Image.new("RGB", (2 * margin + 4 * width + 3 * gap, head + len(plans) * (label + height + foot)), PAPER)
+    across = min(LOOK_COLUMNS, len(plans))
+    lines = ceil(len(plans) / across)
+    margin, gap, head, label, foot = 30, 18, 58 if title else 14, 40, 30
+    line = label + 2 * height + 2 * foot
+    page = Image.new("RGB", (2 * margin + (across + 1) * width + across * gap, head + lines * line), PAPER)
     pen, huge, large, small = ImageDraw.Draw(page), *(ImageFont.load_default(size) for size in (24, 19, 15))
     _draw_text(pen, (margin, 20), title, INK, huge, page.width - 2 * margin)
+    _draw_text(pen, (margin, head + 12), f"{plans[0][1].patches} patches", INK, large, width)
+    page.paste(Image.fromarray(scale_to_grid(photo, (rows, columns), cell).astype(np.uint8)), (margin, head + label))
+    _draw_text(pen, (margin, head + label + height + 7), "the photo as the tower sees it", MUTED, small, width)
+    sizes = _concept_sizes([plan for _, plan in plans])
+    colors = {concept: token_color(number) for number, concept in enumerate(sizes)}
+    _draw_legend(page, (margin, head + label + height + foot + 8, width, height), list(sizes), colors, names or {})
     for number, (heading, plan) in enumerate(plans):
-        top = head + number * (label + height + foot)
-        removed = f"{plan.patches} patches -> {len(plan)} tokens, {describe_change(plan.patches, len(plan))}"
-        _draw_text(pen, (margin, top + 12), heading, INK, large, width)
-        _draw_text(pen, (margin + width + gap, top + 12), removed, INK, large, 3 * width + 2 * gap)
-        pictures = [Image.fromarray(scale_to_grid(photo, plan.grid, cell).astype(np.uint8))]
-        pictures += [draw_reduction(plan, photo, style=style, side=side, names=names) for style in styles]
-        for column, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
-            left = margin + column * (width + gap)
-            page.paste(picture, (left, top + label))
-            _draw_text(pen, (left, top + label + height + 7), caption, MUTED, small, width)
+        left = margin + (number % across + 1) * (width + gap)
+        top = head + number // across * line
+        _draw_text(pen, (left, top + 12), f"{heading}: {len(plan)} tokens", INK, large, width)
+        page.paste(draw_reduction(plan, photo, side=side, names=names, colors=colors), (left, top + label))
+        _draw_text(
+            pen, (left, top + label + height + 7), "groups of patches that become one token", MUTED, small, width
+        )
+        second = top + label + height + foot
+        page.paste(draw_reduction(plan, photo, style="tokens", side=side), (left, second))
+        remain = f"the tokens that remain ({describe_change(plan.patches, len(plan))})"
+        _draw_text(pen, (left, second + height + 7), remain, MUTED, small, width)
     return page
+
+
+def _concept_sizes(plans: Sequence[Reduction]) -> dict[int, int]:
+    """Return the concepts of all groups of several patches, and how many patches they have, largest first."""
+    sizes: Counter[int] = Counter()
+    for plan in plans:
+        members = plan.assigned[plan.assigned >= 0].bincount(minlength=len(plan)).tolist()
+        for concept, size in zip(plan.concept.tolist(), members, strict=True):
+            if concept >= 0 and size > 1:
+                sizes[concept] += size
+    return dict(sizes.most_common())
+
+
+def _draw_legend(
+    page: Image.Image,
+    box: tuple[int, int, int, int],
+    concepts: Sequence[int],
+    colors: Mapping[int, tuple[int, int, int]],
+    names: Mapping[int, str],
+) -> None:
+    """List the largest concepts with their colors inside a box: left, top, width, height."""
+    left, top, width, height = box
+    pen, font, step = ImageDraw.Draw(page), ImageFont.load_default(15), 24
+    first = {names[concept]: concept for concept in reversed(concepts) if concept in names}  # each name once
+    named = [concept for concept in concepts if first.get(names.get(concept, "")) == concept]
+    for number, concept in enumerate(named[: max(0, height // step)]):
+        y = top + number * step
+        gray = 0.45 * 200
+        tint = tuple(round(gray + 0.55 * value) for value in colors[concept])
+        pen.rounded_rectangle((left, y, left + 16, y + 16), 3, fill=tint)
+        _draw_text(pen, (left + 26, y), transliterate(names[concept]), INK, font, width - 26)
 
 
 def draw_compare(
