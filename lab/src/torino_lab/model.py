@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
-from torino.core.errors import BadFile, TorinoError
+from torino.core.errors import BadFile
+from torino.core.extras import optional_import
 from torino.core.io import cache_dir, read_json, read_safetensors
 from torino_lab.tower import GRID, MEAN, SIDE, STD, lab_tower
 
@@ -57,7 +58,7 @@ def lab_folder(shipped: Path = SHIPPED) -> Path:
 
 
 def _write(folder: Path, shipped: Path) -> None:
-    try:
+    with optional_import("The lab's model needs", "torino[vlm]"):
         from transformers import (
             BitImageProcessorPil,
             LlamaConfig,
@@ -66,10 +67,6 @@ def _write(folder: Path, shipped: Path) -> None:
             LlavaProcessor,
             PreTrainedTokenizerFast,
         )
-    except ImportError as error:
-        raise TorinoError(
-            'The lab\'s model needs transformers, which is not installed. Install it with pip install "torino[vlm]".'
-        ) from error
     sizes = read_json(shipped / "reader.json")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(shipped / "tokenizer.json"),

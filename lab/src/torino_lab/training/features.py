@@ -17,6 +17,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from torino.core.extras import optional_import
+
 BATCH = 8
 FLUSH = 25  # batches between two writes to disk
 
@@ -37,7 +39,8 @@ class Features:
     """
 
     def __init__(self, folder: Path, file: Path, shape: tuple[int, int], tower: str) -> None:
-        import pyarrow.parquet as pq
+        with optional_import("Parquet files need", "torino[lab]"):
+            import pyarrow.parquet as pq
 
         self.file = file
         self.rows = pq.read_metadata(file).num_rows
@@ -59,7 +62,8 @@ class Features:
 
     def fill(self, encode: Callable[[Sequence[Image.Image]], Tensor]) -> Iterator[int]:
         """Compute what is missing; yields the number of rows that are done."""
-        import pyarrow.parquet as pq
+        with optional_import("Parquet files need", "torino[lab]"):
+            import pyarrow.parquet as pq
 
         missing = self.missing()
         if not missing:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import TorinoError
+from torino.core.extras import install_command
 
 MAX_LEVEL = 127  # largest absolute value of a quantized token
 ZERO_POINTS = (128, 64)  # of weights with 8 and with 7 bits
@@ -169,7 +170,7 @@ def _probe(backend: Backend, device: torch.device) -> int | str:
         with CPU:
             return _largest_exact_zero_point(backend, device)
     except ImportError as error:
-        return f"{error.name} is not installed: pip install torino[fast]"
+        return f"{error.name} is not installed: {install_command('torino[fast]')}"
     except Exception as error:  # backends raise many error types on unsupported machines
         return f"{backend} does not work on this machine ({type(error).__name__}: {error})"
 
