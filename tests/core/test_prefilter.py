@@ -673,7 +673,7 @@ print([str(warning.message) for warning in caught])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f'{package} is not installed: pip install "torino[fast]"') == 1
+    assert done.stdout.count(f'on a CPU it needs {package}, which is not installed: pip install "torino[fast]"') == 1
 
 
 def test_importing_torino_does_not_import_onnxruntime() -> None:

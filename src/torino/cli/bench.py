@@ -42,7 +42,7 @@ from torino.cli._common import (
 from torino.cli._photos import default_photo_sae, photo_tokens
 from torino.cli._progress import progress
 from torino.core.errors import BadParameter, TorinoError
-from torino.core.extras import install_command
+from torino.core.extras import install_command, optional_import
 
 if TYPE_CHECKING:
     from torino.evaluation.latency import BenchPlan
@@ -268,8 +268,9 @@ def _open_images(images: str | None, plan: BenchPlan) -> tuple[Any, str]:
     """Return the images and their description."""
     if images is None:
         import numpy as np
-        from PIL import Image
 
+        with optional_import("Measuring a model needs", "torino[vlm]"):
+            from PIL import Image
         rng = np.random.default_rng(plan.seed)
         noise = [Image.fromarray(rng.integers(0, 256, (*NOISE, 3), dtype=np.uint8)) for _ in range(plan.images)]
         return noise, "generated noise"
