@@ -6,7 +6,7 @@ JOBS ?= 2  # test processes
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test check format lint types layers docs docs-serve tables wheels bench clean
+.PHONY: help setup demo test check format lint types layers docs docs-serve tables wheels wheel-test bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -57,6 +57,9 @@ wheels: $(STAMP) ## Build the wheels of torino (at most 3 MB) and torino-lab int
 	rm -rf dist && $(BIN)/python -m build --wheel --outdir dist . >/dev/null
 	$(BIN)/python -m build --wheel --outdir dist lab >/dev/null
 	@ls -l dist && test $$(stat -c %s dist/torino-*.whl) -le 3000000
+
+wheel-test: wheels ## Install the wheels into a fresh environment and run the commands of the README there
+	$(BIN)/python scripts/check_wheels.py dist
 
 bench: $(STAMP) ## Measure core, methods and prefill; rewrites research/reports (8 GB, about 15 minutes)
 	$(BIN)/python benchmarks/core.py --only core --write research/reports/performance.md

@@ -11,10 +11,10 @@ torch.Size([3, 9])
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torino.core.errors import TorinoError
+from torino.core.lazy import lazy_attributes
 from torino.version import __version__
 
 if TYPE_CHECKING:
@@ -56,14 +56,4 @@ _MODULES = {
     "register": "torino.reducers",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'torino' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

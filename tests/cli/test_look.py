@@ -21,7 +21,6 @@ from tests.support.lab import needs_weights
 from torino import SAE, TorinoError, list_reducers, make
 from torino.cli import look as look_module
 from torino.cli.look import EPILOG, look
-from torino.datasets.bundled import example_folder
 from torino.reducers import get
 from torino.vlm import ModelPackage, loading
 from torino.vlm.towers import load_tower

@@ -49,7 +49,7 @@ from torino.datasets.bundled import example_sae, example_tokens
 from torino.sae import model
 
 MISSING = any(find_spec(name) is None for name in ("onnx", "onnxruntime"))
-needs_onnxruntime = pytest.mark.skipif(MISSING, reason="onnxruntime is not installed: pip install torino[fast]")
+needs_onnxruntime = pytest.mark.skipif(MISSING, reason='onnxruntime is not installed: pip install "torino[fast]"')
 BACKENDS = ["torch", "int_mm", pytest.param("onnxruntime", marks=needs_onnxruntime)]
 
 
@@ -673,7 +673,7 @@ print([str(warning.message) for warning in caught])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"{package} is not installed: pip install torino[fast]") == 1
+    assert done.stdout.count(f'on a CPU it needs {package}, which is not installed: pip install "torino[fast]"') == 1
 
 
 def test_importing_torino_does_not_import_onnxruntime() -> None:

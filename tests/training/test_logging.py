@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import planted_dictionary as planted
-from torino.core.errors import BadFile, BadParameter
+from torino.core.errors import BadFile, BadParameter, MissingPackage
 from torino.training.activations.base import InMemory
 from torino.training.checkpoint import CheckpointStore
 from torino.training.logging import JsonlLogger
@@ -63,5 +63,5 @@ def test_unavailable_loggers_are_rejected(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(BadParameter, match="tensorboard or wandb"):
         train(ACTIVATIONS, planted.make_config(), tmp_path, loggers=["mlflow"])
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(BadParameter, match="pip install wandb"):
+    with pytest.raises(MissingPackage, match="pip install wandb"):
         train(ACTIVATIONS, planted.make_config(), tmp_path, loggers=["wandb"])

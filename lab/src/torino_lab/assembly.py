@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import torch
 
-from torino.core.errors import BadFile, TorinoError
+from torino.core.errors import BadFile
+from torino.core.extras import optional_import
 from torino.core.io import cache_dir, read_safetensors
 from torino_lab.weights import clip_folder, read_smollm2
 
@@ -45,7 +46,7 @@ def lab_folder(shipped: Path = SHIPPED) -> Path:
 
     Raises
     ------
-    BadFile, TorinoError
+    BadFile, Unreachable, MissingPackage
         If a trained part is missing, or the pretrained weights are not installed and cannot be downloaded.
     """
     parts = [shipped / name for name in (PROJECTOR, ADAPTER, ADAPTER_CONFIG)]
@@ -78,14 +79,9 @@ def tower_folder() -> Path:
 
 
 def _write(folder: Path, shipped: Path) -> None:
-    try:
+    with optional_import("Assembling the lab's model needs", "torino[lab]"):
         import peft
         import transformers
-    except ImportError as error:
-        raise TorinoError(
-            f"Assembling the lab's model needs {error.name}, which is not installed. "
-            'Install it with pip install "torino-lab".'
-        ) from error
     language, tokenizer = read_smollm2()
     language = peft.PeftModel.from_pretrained(language, str(shipped)).merge_and_unload()
     tokenizer.add_special_tokens({"extra_special_tokens": [IMAGE_TOKEN]})

@@ -16,6 +16,7 @@ from typing import Any
 from PIL import Image
 
 from torino.core.errors import BadFile, unknown_name
+from torino.core.extras import optional_import
 from torino_lab import pictures
 from torino_lab.catalog import TASKS, LabTask
 from torino_lab.corpus import ON_PHOTO, Corpus, read_photos
@@ -69,7 +70,8 @@ class TaskBuilder:
         return _captions(rows) if benchmark.kind == "caption" else _asked(rows, benchmark)
 
     def _rows(self, file: str) -> list[dict[str, Any]]:
-        import pyarrow.parquet as pq
+        with optional_import("Parquet files need", "torino[lab]"):
+            import pyarrow.parquet as pq
 
         path = self.data / f"{file}.parquet"
         if not path.is_file():

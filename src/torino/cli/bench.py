@@ -42,6 +42,7 @@ from torino.cli._common import (
 from torino.cli._photos import default_photo_sae, photo_tokens
 from torino.cli._progress import progress
 from torino.core.errors import BadParameter, TorinoError
+from torino.core.extras import install_command, optional_import
 
 if TYPE_CHECKING:
     from torino.evaluation.latency import BenchPlan
@@ -200,7 +201,7 @@ def _with_prefilter(saes: dict[str, Any], prefilter: PrefilterChoice) -> tuple[d
             continue
         for suffix, search in searches.items():
             if search == "int8" and backend_for(sae.W_enc.device) is None:
-                notes.append("The int8 prefilter was left out: on a CPU it needs pip install torino[fast].")
+                notes.append(f"The int8 prefilter was left out: on a CPU it needs {install_command('torino[fast]')}.")
                 if suffix:
                     continue
                 search = "off"
@@ -267,8 +268,9 @@ def _open_images(images: str | None, plan: BenchPlan) -> tuple[Any, str]:
     """Return the images and their description."""
     if images is None:
         import numpy as np
-        from PIL import Image
 
+        with optional_import("Measuring a model needs", "torino[vlm]"):
+            from PIL import Image
         rng = np.random.default_rng(plan.seed)
         noise = [Image.fromarray(rng.integers(0, 256, (*NOISE, 3), dtype=np.uint8)) for _ in range(plan.images)]
         return noise, "generated noise"

@@ -140,7 +140,9 @@ def plot(
     kinds = KINDS if kind is None else _parse_choices("--kind", kind, KINDS)
     file_formats = _parse_choices("--format", formats, FORMATS)
     from torino.evaluation.reporting.figures import save_figure
+    from torino.evaluation.reporting.figures.style import import_matplotlib
 
+    import_matplotlib()  # before runs are read
     given = {"--tier": tier, "--methods": methods, "--samples": samples}
     selecting = [option for option, text in given.items() if text is not None]
     if selecting and not set(kinds) & set(EXAMPLE_KINDS):

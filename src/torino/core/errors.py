@@ -48,6 +48,10 @@ class Unreachable(TorinoError):
     """The model hub cannot be reached, or it does not have the requested file."""
 
 
+class MissingPackage(TorinoError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+
 class UnknownName(TorinoError):
     """No entry of this name is registered."""
 

@@ -13,14 +13,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from torino.core.errors import BadFile, BadParameter, TorinoError
+from torino.core.errors import BadFile, BadParameter
+from torino.core.extras import optional_import
 
-try:
+with optional_import("Reading images needs", "torino[vlm]"):
     from PIL import Image, ImageOps, UnidentifiedImageError
-except ImportError as error:
-    raise TorinoError(
-        'Reading images needs Pillow, which is not installed. Install it with pip install "torino[vlm]".'
-    ) from error
 
 Padding = Literal["crop", "square"]
 Picture = str | os.PathLike[str] | bytes | Image.Image

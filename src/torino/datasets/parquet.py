@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torino.core.errors import BadFile, BadParameter, TorinoError, Unreachable
+from torino.core.extras import optional_import
 from torino.core.io import read_json
 from torino.datasets.base import (
     TEXT_COLUMNS,
@@ -199,13 +200,8 @@ def open_hub(text: str, limit: int | None) -> Photos:
     name, *rest = text.removeprefix("hf:").split(":")
     if not name or not 1 <= len(rest) <= 2 or not all(rest):
         raise BadParameter(f"Write a hub dataset as hf:owner/name:split, for example hf:beans:train, got {text!r}.")
-    try:
+    with optional_import(f"Reading {text} needs", "datasets"):
         datasets = import_module("datasets")
-    except ImportError as error:
-        raise TorinoError(
-            f"Reading {text} needs the package datasets: pip install datasets. Folders written by save_to_disk and "
-            "parquet files need only pyarrow."
-        ) from error
     try:
         dataset = datasets.load_dataset(name, *rest[:-1], split=rest[-1])
         dataset = dataset if dataset._indices is None else dataset.flatten_indices()
@@ -216,7 +212,5 @@ def open_hub(text: str, limit: int | None) -> Photos:
 
 
 def _import_pyarrow(module: str) -> Any:
-    try:
+    with optional_import("Reading parquet and Arrow files needs", "torino[train]"):
         return import_module(module)
-    except ImportError as error:
-        raise TorinoError("Reading parquet and Arrow files needs pyarrow: pip install pyarrow.") from error

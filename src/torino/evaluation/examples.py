@@ -8,9 +8,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from torino.core.errors import BadParameter, TorinoError
+from torino.core.extras import optional_import
 from torino.core.io import write_atomic
 from torino.core.reduction import Reduction
 from torino.evaluation.benchmarks import format_question
@@ -18,6 +17,9 @@ from torino.evaluation.judge import Grader
 from torino.evaluation.protocol import FULL, Setting
 from torino.evaluation.results import Run
 from torino.evaluation.tasks import Task
+
+with optional_import("Saved images need", "torino[vlm]"):
+    from PIL import Image
 
 FOLDER, IMAGE = "cells", "photo.png"
 MAX_METHODS = 5  # methods of a tier that are shown by default

@@ -20,7 +20,8 @@ from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torino.core.checksum import encode_record, split_record
-from torino.core.errors import BadFile, BadParameter, TorinoError, Unreachable
+from torino.core.errors import BadFile, BadParameter, Unreachable
+from torino.core.extras import optional_import
 from torino.evaluation.samples import Sample
 
 if TYPE_CHECKING:
@@ -252,14 +253,9 @@ class Judge:
 
     def _open_client(self) -> AsyncOpenAI:
         """Create the API client, with a limited reply size and total request time."""
-        try:
+        with optional_import("The judge needs", "torino[judge]"):
             import httpx2
             from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Omit
-        except ImportError as error:
-            raise TorinoError(
-                "The judge needs the package openai, which is not installed. Install it with "
-                'pip install "torino[judge]".'
-            ) from error
         timeout = self.timeout
 
         class LimitedClient(DefaultAsyncHttpxClient):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Protocol
-
-from PIL import Image
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torino.core.errors import BadFile, BadParameter, TorinoError
 from torino.core.tokens import VisualTokens
@@ -14,6 +12,9 @@ from torino.datasets.images import Padding, as_seen, mean_color, open_image, pre
 from torino.interpret.top_activations import EncodedPhoto, image_embedding
 from torino.training.activations.extraction import hash_tower
 from torino.vlm.towers import Tower
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 class PhotoSource(Protocol):

@@ -10,13 +10,16 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from torino.core.errors import BadParameter
+from torino.core.extras import optional_import
 from torino.interpret.naming import ConceptName
 from torino.interpret.top_activations import TopActivations
 from torino.viz.figures import truncate_text
+
+with optional_import("Drawing needs", "torino[vlm]"):
+    from PIL import Image, ImageDraw, ImageFont
 
 Rank = Literal["usage", "monosemanticity", "lift"]
 PhotoLoader = Callable[[int], Image.Image]

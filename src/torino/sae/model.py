@@ -224,7 +224,7 @@ class SAE(nn.Module):
             top-k activation of the SAE.
         prefilter : {"auto", "int8", "off"}, optional
             Whether to select candidates by an int8 product first; default: :attr:`prefilter`. Affects speed and
-            memory, never the result. On a CPU it requires ``pip install torino[fast]``. See
+            memory, never the result. On a CPU it requires ``pip install "torino[fast]"``. See
             ``research/reports/fast.md``.
         chunk : int, optional
             Latents per chunk. Affects speed and memory, never the result.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torino.core.errors import BadFile, BadParameter
+from torino.core.extras import optional_import
 
 LOGGERS = ("tensorboard", "wandb")
 
@@ -61,10 +62,8 @@ class TensorBoardLogger:
     """Write event files for ``tensorboard --logdir``."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        try:
+        with optional_import("--log tensorboard needs", "torino[train]"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise BadParameter("--log tensorboard needs the package tensorboard: pip install tensorboard.") from error
         # purge_step drops what a killed run wrote after its last checkpoint
         self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
 
@@ -82,10 +81,8 @@ class WandbLogger:
     """Send metrics to a run at Weights & Biases."""
 
     def __init__(self, folder: Path, run: Mapping[str, Any]) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]: optional, and not a development dependency
-        except ImportError as error:
-            raise BadParameter("--log wandb needs the package wandb: pip install wandb, then wandb login.") from error
+        with optional_import("--log wandb needs", "wandb"):
+            import wandb  # pyright: ignore[reportMissingImports]: in no extra, and not a development dependency
         self._run: Any = wandb.init(project="torino", dir=str(folder), resume="allow", **run)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:

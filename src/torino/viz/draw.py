@@ -12,16 +12,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from torino.core.errors import BadFile, TorinoError
+from torino.core.errors import BadFile
+from torino.core.extras import optional_import
 from torino.core.io import write_atomic
 from torino.core.reduction import Reduction
 
-try:
+with optional_import("Drawing needs", "torino[vlm]"):
     from PIL import Image, ImageDraw, ImageFont
-except ImportError as error:
-    raise TorinoError(
-        'Drawing needs Pillow, which is not installed. Install it with pip install "torino[vlm]".'
-    ) from error
 
 DrawStyle = Literal["groups", "kept", "outlined", "tokens"]
 

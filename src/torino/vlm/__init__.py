@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from torino.vlm.adapters.base import Adapter, adapter_for, families, register_adapter
-from torino.vlm.context import apply, reduced, remove
-from torino.vlm.loading import ModelPackage
-from torino.vlm.processor import ReducedInputs, ReducingProcessor
-from torino.vlm.session import VLM, Encoded, Inputs, ask, load_vlm
-from torino.vlm.text_query import ClipText, TextQuery, load_clip_text
-from torino.vlm.towers import Tower, load_tower
-from torino.vlm.trace import Answer, ReducedCall, Trace
+from typing import TYPE_CHECKING
+
+from torino.core.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from torino.vlm.adapters.base import Adapter, adapter_for, families, register_adapter
+    from torino.vlm.context import apply, reduced, remove
+    from torino.vlm.loading import ModelPackage
+    from torino.vlm.processor import ReducedInputs, ReducingProcessor
+    from torino.vlm.session import VLM, Encoded, Inputs, ask, load_vlm
+    from torino.vlm.text_query import ClipText, TextQuery, load_clip_text
+    from torino.vlm.towers import Tower, load_tower
+    from torino.vlm.trace import Answer, ReducedCall, Trace
 
 __all__ = [
     "VLM",
@@ -36,3 +41,18 @@ __all__ = [
     "register_adapter",
     "remove",
 ]
+
+# Loaded on first use: installed model packages are listed and their SAEs loaded without Pillow and transformers.
+_NAMES = {
+    "adapters.base": ("Adapter", "adapter_for", "families", "register_adapter"),
+    "context": ("apply", "reduced", "remove"),
+    "loading": ("ModelPackage",),
+    "processor": ("ReducedInputs", "ReducingProcessor"),
+    "session": ("VLM", "Encoded", "Inputs", "ask", "load_vlm"),
+    "text_query": ("ClipText", "TextQuery", "load_clip_text"),
+    "towers": ("Tower", "load_tower"),
+    "trace": ("Answer", "ReducedCall", "Trace"),
+}
+__getattr__, __dir__ = lazy_attributes(
+    __name__, {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+)

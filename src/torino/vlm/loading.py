@@ -23,7 +23,8 @@ from typing import Any, get_args
 import torch
 
 from torino.core.device import resolve_device, resolve_dtype
-from torino.core.errors import BadFile, TorinoError, Unreachable
+from torino.core.errors import BadFile, MissingPackage, TorinoError, Unreachable
+from torino.core.extras import install_command, optional_import
 from torino.core.prompt_styles import PromptStyle
 from torino.vlm.adapters.base import check_family
 
@@ -73,14 +74,17 @@ def model_package(name: str | os.PathLike[str]) -> ModelPackage | None:
     if entry is None:
         if str(name) == "lab":
             raise TorinoError(
-                "The model 'lab' comes with the package torino-lab, which is not installed. Install it from a checkout "
-                "of torino with pip install -e lab, or give another model: owner/repository, or ./lab for a folder."
+                f"The model 'lab' comes with torino-lab, which is not installed: {install_command('torino[lab]')}, or "
+                "pip install ./lab in a checkout of torino; or give another model: owner/repository, or ./lab for a "
+                "folder."
             )
         return None
     owner = f"The model {str(name)!r} of the package {entry.dist.name if entry.dist else entry.module} failed to load"
     try:
         provided: Any = entry.load()
         package = provided() if callable(provided) else provided
+    except MissingPackage:
+        raise
     except Exception as error:  # a third-party package can fail in any way
         reason = " ".join(str(error).split())
         raise TorinoError(
@@ -163,12 +167,8 @@ def load_model(
 
 def transformers() -> Any:
     """Import transformers, or raise a plain error if it is missing."""
-    try:
+    with optional_import("Loading models needs", "torino[vlm]"):
         return import_module("transformers")
-    except ImportError as error:
-        raise TorinoError(
-            'Loading models needs transformers, which is not installed. Install it with pip install "torino[vlm]".'
-        ) from error
 
 
 def local_name(name_or_path: str | os.PathLike[str]) -> str:

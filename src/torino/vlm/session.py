@@ -10,10 +10,9 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from torino.core.concepts import CachedEncoder
@@ -38,6 +37,9 @@ from torino.vlm.prefix import PrefixCache
 from torino.vlm.prompt import Turn, check_question, last_question, turn_images, user_turn, write_prompt
 from torino.vlm.text_query import ClipText, TextQuery
 from torino.vlm.trace import Answer, ReducedCall, Trace
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 @dataclass(frozen=True, eq=False)

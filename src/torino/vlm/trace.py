@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
-
-from PIL import Image
+from typing import TYPE_CHECKING, Any, overload
 
 from torino.core.errors import BadParameter
 from torino.core.explanation import format_removed
 from torino.core.reduction import Reduction
-from torino.datasets.images import Padding
+
+if TYPE_CHECKING:  # so that models can be listed without Pillow
+    from PIL import Image
+
+    from torino.datasets.images import Padding
 
 # Stages in the order they run; the stages in parentheses are part of the stage before them.
 STAGES = {"tower": ("signals", "steps"), "question": (), "plan": ("sae", "grouping"), "projector": ()}

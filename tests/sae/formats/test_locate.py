@@ -14,7 +14,7 @@ from checkpoint_cases import (
     write_files,
 )
 
-from torino.core.errors import BadFile, Unreachable
+from torino.core.errors import BadFile, MissingPackage, Unreachable
 from torino.sae import SAE
 from torino.sae.formats import read_sae
 from torino.sae.formats.locate import locate
@@ -220,5 +220,5 @@ def test_a_local_path_wins_over_the_hub(
 
 def test_without_the_hub_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(Unreachable, match=r"torino\[vlm\]"):
+    with pytest.raises(MissingPackage, match=r'hub needs huggingface_hub, .*: pip install "torino\[vlm\]"\.$'):
         SAE.load("owner/repo")

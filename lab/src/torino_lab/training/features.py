@@ -18,6 +18,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from torino.core.extras import optional_import
+
 Encode = Callable[[Sequence[Image.Image]], Tensor]
 BATCH = 8
 FLUSH = 25  # batches between two writes to disk
@@ -43,7 +45,8 @@ class Features:
     def __init__(
         self, folder: Path, file: Path, shape: tuple[int, int], tower: str, encode: Encode | None = None
     ) -> None:
-        import pyarrow.parquet as pq
+        with optional_import("Parquet files need", "torino[lab]"):
+            import pyarrow.parquet as pq
 
         self.file, self.encode = file, encode
         self._images: Any = None
@@ -66,7 +69,8 @@ class Features:
 
     def images(self, rows: Sequence[int]) -> list[Image.Image]:
         """Open the images of some rows."""
-        import pyarrow.parquet as pq
+        with optional_import("Parquet files need", "torino[lab]"):
+            import pyarrow.parquet as pq
 
         if self._images is None:
             self._images = pq.read_table(self.file, columns=["image"]).column("image")

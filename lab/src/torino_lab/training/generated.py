@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
+from torino.core.extras import optional_import
 from torino.core.io import write_atomic
 from torino_lab.corpus import CaptionedPhoto, Corpus
 from torino_lab.questions import ImageQuestion
@@ -33,8 +34,9 @@ def write_generated(photos: Sequence[CaptionedPhoto], file: Path, seed: int, sca
     scale : float
         Number of images, relative to :data:`COUNTS`.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    with optional_import("Parquet files need", "torino[lab]"):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
 
     corpus = Corpus(photos)
     rows: dict[str, list[object]] = {

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from torino.core.extras import optional_import
+
 SHORT = "Answer the question using a single word or phrase."
 CAPTION_PROMPTS = (
     "Describe the photo in one sentence.",
@@ -67,7 +69,8 @@ class Photo:
 
 def read_photos(files: Sequence[Path]) -> list[Photo]:
     """Read all rows of parquet files, in order, with their questions."""
-    import pyarrow.parquet as pq
+    with optional_import("Parquet files need", "torino[lab]"):
+        import pyarrow.parquet as pq
 
     photos: list[Photo] = []
     for file in files:

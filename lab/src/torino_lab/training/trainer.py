@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torino.core.extras import optional_import
 from torino_lab.assembly import ADAPTER, PROJECTOR
 from torino_lab.training.attention import register
 from torino_lab.training.features import Features
@@ -135,7 +136,8 @@ class Projector(nn.Module):
 
 def lora_config(rank: int) -> Any:
     """Return the settings of the low-rank updates."""
-    from peft import LoraConfig
+    with optional_import("Training the lab's model needs", "torino[lab]"):
+        from peft import LoraConfig
 
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, lora_dropout=0.0, bias="none")
 
@@ -145,7 +147,8 @@ class Reader(nn.Module):
 
     def __init__(self, language: Any, dtype: torch.dtype, rank: int) -> None:
         super().__init__()
-        from peft import get_peft_model
+        with optional_import("Training the lab's model needs", "torino[lab]"):
+            from peft import get_peft_model
 
         self.projector = Projector(language.config.hidden_size)
         language.to(dtype)

@@ -9,6 +9,7 @@ from random import Random
 
 from PIL import Image
 
+from torino.core.extras import optional_import
 from torino.core.io import write_atomic
 
 SMALLEST = 0.25  # share of the photo's area that a crop keeps at least
@@ -25,8 +26,9 @@ def write_views(files: Sequence[Path], file: Path, seed: int, count: int) -> Non
     file : Path
     seed, count : int
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    with optional_import("Parquet files need", "torino[lab]"):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
 
     rng = Random(f"{seed}:views")
     photos = [image for source in files for image in pq.read_table(source, columns=["image"]).column("image")]

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from torino.core.errors import BadFile, Unreachable
+from torino.core.extras import optional_import
 from torino.sae.formats._common import SUFFIXES
 
 NAMES = ("sae.safetensors", "sae_weights.safetensors", "ae.pt", "ae.safetensors")
@@ -161,13 +162,8 @@ def _list_repository(repository: str, patterns: list[str]) -> list[PurePosixPath
 
 
 def _download(repository: str, where: str, patterns: list[str]) -> str:
-    try:
+    with optional_import(f"There is no local path {where!r}, and loading it from the hub needs", "torino[vlm]"):
         import huggingface_hub
-    except ImportError as error:
-        raise Unreachable(
-            f"There is no local path {where!r}, and loading it from the hub needs huggingface_hub, which is not "
-            "installed. Install torino[vlm], or give the path of a downloaded folder."
-        ) from error
     try:
         return str(huggingface_hub.snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # the hub client raises errors of its HTTP library

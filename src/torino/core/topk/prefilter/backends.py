@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torino.core.errors import TorinoError
+from torino.core.errors import MissingPackage, TorinoError
+from torino.core.extras import optional_import
 
 MAX_LEVEL = 127  # largest absolute value of a quantized token
 ZERO_POINTS = (128, 64)  # of weights with 8 and with 7 bits
@@ -168,8 +169,8 @@ def _probe(backend: Backend, device: torch.device) -> int | str:
     try:
         with CPU:
             return _largest_exact_zero_point(backend, device)
-    except ImportError as error:
-        return f"{error.name} is not installed: pip install torino[fast]"
+    except MissingPackage as error:
+        return str(error).removesuffix(".")
     except Exception as error:  # backends raise many error types on unsupported machines
         return f"{backend} does not work on this machine ({type(error).__name__}: {error})"
 
@@ -197,8 +198,8 @@ def _largest_exact_zero_point(backend: Backend, device: torch.device) -> int:
 
 def _session(weights: Tensor) -> Any:
     """Create a session that multiplies by weights of shape (D', c), int8."""
-    import onnxruntime
-
+    with optional_import("on a CPU it needs", "torino[fast]"):
+        import onnxruntime
     with suppress(AttributeError):  # not available in all versions
         onnxruntime.disable_telemetry_events()
     options = onnxruntime.SessionOptions()
@@ -212,8 +213,8 @@ def _session(weights: Tensor) -> Any:
 
 def _build_model(weights: Tensor) -> bytes:
     """Return a serialized ONNX model of one ``MatMulInteger`` with constant weights."""
-    from onnx import TensorProto, helper, numpy_helper
-
+    with optional_import("on a CPU it needs", "torino[fast]"):
+        from onnx import TensorProto, helper, numpy_helper
     graph = helper.make_graph(
         nodes=[helper.make_node("MatMulInteger", ["tokens", "weights", "zero_point"], ["scores"])],
         name="prefilter",

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torino.core.errors import BadParameter, TorinoError
+from torino.core.errors import BadParameter
+from torino.core.extras import optional_import
 from torino.core.io import write_atomic
 
 COLUMN_WIDTH, PAGE_WIDTH = 3.4, 7.0
@@ -25,12 +26,8 @@ FORMATS = ("png", "pdf", "svg")
 
 def import_matplotlib() -> Any:
     """Import matplotlib, or raise with instructions to install it."""
-    try:
+    with optional_import("Figures need", "torino[plot]"):
         import matplotlib
-    except ImportError as error:
-        raise TorinoError(
-            'Figures need matplotlib, which is not installed. Install it with pip install "torino[plot]".'
-        ) from error
     return matplotlib
 
 
