@@ -7,14 +7,16 @@ patches on which they are active: nearly all of one color, with edges in one dir
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from torino.core.errors import BadParameter
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 LowLevelKind = Literal["color", "edge", "texture", "position"]
 
@@ -80,6 +82,7 @@ def patch_properties(image: Image.Image, grid: tuple[int, int]) -> Tensor:
 
     Examples
     --------
+    >>> from PIL import Image
     >>> table = patch_properties(Image.new("RGB", (32, 32), (190, 30, 40)), (2, 2))
     >>> [name for (name, _), has in zip(PROPERTIES, table[0].tolist()) if has]
     ['red', 'flat area', 'top border', 'left border']
