@@ -10,6 +10,8 @@ Examples
 
     python lab/scripts/train_clip_saes.py --data DATA --work build/train
     python lab/scripts/train_clip_saes.py --data DATA --work build/train --kinds all --expansions 4 16 --steps 3000
+    python lab/scripts/train_clip_saes.py --data DATA --work build/train --kinds all --expansions 4 \
+        --sources flickr8k-train-0 cocovqa-train
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torino_lab.training.__main__ import GENERATED, LAYER, SIZE, TOWER, TRAIN
 from torino_lab.training.features import Features, clip_encoder, fill_all
+from torino_lab.training.precision import best_dtype
 from torino_lab.training.rows import DESCRIPTIONS, FeatureRows
 from torino_lab.training.views import write_views
 from torino_lab.weights import clip_folder
@@ -35,6 +37,7 @@ from torino.training.sweep import sweep
 
 ENCODER, BLOCK = "openai/clip-vit-base-patch16", 10
 VIEWS = "views-train"
+SOURCES = [*TRAIN, "imagenet-samples", VIEWS]
 HELDOUT = "flickr8k-dev"
 DATA = "Flickr8k, COCO, NYU indoor, ICDAR 2015 and ImageNet photos, crops of them, and generated images"
 
@@ -47,6 +50,7 @@ def main() -> None:
     add("--cache", type=Path, help="folder of converted weights (default: WORK/weights)")
     add("--kinds", nargs="+", choices=list(DESCRIPTIONS), default=list(DESCRIPTIONS))
     add("--expansions", type=float, nargs="+", default=[4, 16, 64])
+    add("--sources", nargs="+", default=SOURCES, help="parquet files, without their ending (default: all)")
     add("--views", type=int, default=6000, help="crops and flips (default: %(default)s)")
     add("--steps", type=int, default=3000, help="of 2,048 rows, on all patches (default: %(default)s)")
     add("--heldout", type=int, default=200, help="dev photos to measure on (default: %(default)s)")
@@ -55,26 +59,24 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.threads)
-    files = {name: args.data / f"{name}.parquet" for name in (*TRAIN, "imagenet-samples", HELDOUT)}
-    files |= {name: args.work / f"{name}.parquet" for name in (GENERATED, VIEWS)}
-    if not files[VIEWS].exists():
-        write_views([files[name] for name in TRAIN if name != GENERATED], files[VIEWS], args.seed, args.views)
-    features = {name: Features(args.work / "features", file, (197, 768), TOWER) for name, file in files.items()}
-    if any(cache.missing() for cache in features.values()):
-        fill_all(
-            list(features.values()),
-            clip_encoder(clip_folder(args.cache or args.work / "weights"), LAYER, SIZE),
-            logging.info,
-        )
-    heldout = features[HELDOUT].values[: args.heldout, 1:]
-    told: list[dict[str, Any]] = []
+    made = (GENERATED, VIEWS)
+    files = {name: (args.work if name in made else args.data) / f"{name}.parquet" for name in (*args.sources, HELDOUT)}
+    if VIEWS in files and not files[VIEWS].exists():
+        photos = [args.data / f"{name}.parquet" for name in TRAIN if name != GENERATED]
+        write_views(photos, files[VIEWS], args.seed, args.views)
+    encode = clip_encoder(clip_folder(args.cache or args.work / "weights"), LAYER, SIZE)
+    features = {name: Features(args.work / "features", file, (197, 768), TOWER, encode) for name, file in files.items()}
+    fill_all([features[name] for name in args.sources], encode, logging.info)
+    heldout = features[HELDOUT][list(range(args.heldout))][:, 1:]
+    precision = "bfloat16" if best_dtype() == torch.bfloat16 else "float32"
+    results: list[dict[str, Any]] = []
     for kind in args.kinds:
-        sources = [features[name] for name in (*TRAIN, "imagenet-samples", VIEWS)]
+        sources = [features[name] for name in args.sources]
         rows = FeatureRows(sources, kind, args.seed, {"encoder": ENCODER, "block": BLOCK, "data": DATA})
         logging.info("%s: %s rows", DESCRIPTIONS[kind], f"{rows.rows:,}")
         for expansion in args.expansions:
             steps = args.steps if kind == "all" else args.steps // 2
-            config = TrainConfig(kind="matryoshka", k=20, steps=steps, batch=2048, seed=args.seed)
+            config = TrainConfig(kind="matryoshka", k=20, steps=steps, batch=2048, seed=args.seed, precision=precision)
             (row,) = sweep(
                 rows,
                 config,
@@ -83,14 +85,14 @@ def main() -> None:
                 heldout=lambda: _photos(heldout),
                 heldout_name=f"{HELDOUT}:{args.heldout}",
             )
-            told.append({"kind": DESCRIPTIONS[kind], "steps": steps, "rows": rows.rows, **row})
-            write_json(args.work / "saes" / "saes.json", {"saes": told, "seed": args.seed})
+            results.append({"kind": DESCRIPTIONS[kind], "steps": steps, "rows": rows.rows, **row})
+            write_json(args.work / "saes" / "saes.json", {"saes": results, "seed": args.seed})
             logging.info("%s x%g: FVU %.3f, L0 %.1f, groups %s", kind, expansion, row["fvu"], row["l0"], row["groups"])
 
 
-def _photos(values: np.ndarray) -> Iterator[Tensor]:
+def _photos(values: Tensor) -> Iterator[Tensor]:
     for photo in values:
-        yield torch.from_numpy(np.array(photo)).float()
+        yield photo.float()
 
 
 if __name__ == "__main__":
