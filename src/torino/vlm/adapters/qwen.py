@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from torino.core.checks import check_tensor
 from torino.core.errors import BadParameter, MissingSignal
 from torino.core.reduction import ReductionBatch
 from torino.core.timing import stage
@@ -60,6 +61,7 @@ class Qwen(Adapter):
     """
 
     families: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    pixel_ndims: ClassVar[tuple[int, ...]] = (2,)
     in_tower_refusal: ClassVar[str] = (
         "its tower merges 2x2 patches into one token after its last block and needs all four"
     )
@@ -168,6 +170,13 @@ class Qwen(Adapter):
                     f"{name} cannot position the tokens of an image without {required}, which its processor returns "
                     "with pixel_values. Pass all outputs of the processor."
                 )
+        check_grids(inputs["image_grid_thw"], inputs["pixel_values"], int(self.inner.visual.spatial_merge_size))
+        kinds = check_tensor("mm_token_type_ids", inputs["mm_token_type_ids"], BadParameter)
+        if kinds.shape != inputs["input_ids"].shape or kinds.is_floating_point():
+            raise BadParameter(
+                f"mm_token_type_ids must be integers of the shape of input_ids, {tuple(inputs['input_ids'].shape)}, "
+                f"got {kinds.dtype} of shape {tuple(kinds.shape)}. Pass all outputs of the processor."
+            )
         if any(inputs.get(video) is not None for video in ("pixel_values_videos", "video_grid_thw")):
             raise BadParameter(
                 f"This call gives {name} both images and videos, and torino reduces images only. "
@@ -210,6 +219,30 @@ class Qwen(Adapter):
             order, _ = get_vision_window_index(grids, tower.spatial_merge_size, tower.window_size, tower.patch_size)
             tokens = tokens[order.argsort().to(tokens.device)]
         return tokens.split((grids.prod(-1) // unit).tolist())
+
+
+def check_grids(grids: Tensor, pixels: Tensor, side: int) -> None:
+    """Refuse an ``image_grid_thw`` that does not describe these packed patches; ``side`` patches merge in each axis."""
+    advice = "Pass image_grid_thw and pixel_values as the processor returns them."
+    check_tensor("image_grid_thw", grids, BadParameter)
+    check_tensor("pixel_values", pixels, BadParameter)
+    if grids.ndim != 2 or grids.shape[1] != 3 or grids.is_floating_point() or grids.is_complex():
+        raise BadParameter(
+            f"image_grid_thw must be integers of shape (images, 3), got {grids.dtype} of shape {tuple(grids.shape)}. "
+            f"{advice}"
+        )
+    rows: list[list[int]] = grids.tolist()
+    for times, height, width in rows:
+        if min(times, height, width) < 1 or height % side or width % side:
+            raise BadParameter(
+                f"image_grid_thw has the grid {times}x{height}x{width}; times must be at least 1, and height and width "
+                f"positive multiples of {side}. {advice}"
+            )
+    patches = sum(times * height * width for times, height, width in rows)
+    if pixels.ndim != 2 or patches != len(pixels):
+        raise BadParameter(
+            f"image_grid_thw describes {patches} patches, and pixel_values has shape {tuple(pixels.shape)}. {advice}"
+        )
 
 
 @contextmanager
