@@ -73,7 +73,9 @@ def activations(
 
     Run the same command again, or give only the store, to continue an interrupted run.
     """
-    output = output.expanduser()
+    from torino.core.checks import expand_path
+
+    output = expand_path(output, "--output")
     if check:
         if repair:
             raise BadParameter("Give --check or --repair, not both: --check only reads the store.")

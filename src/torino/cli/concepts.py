@@ -159,11 +159,12 @@ def concepts(
 
 def _open_sae(name: str, output: Path | None, save_names: bool) -> tuple[Path | None, SAE]:
     """Return the folder of the SAE, None if it is not a local one, and the SAE."""
+    from torino.core.checks import expand_path
     from torino.sae.formats.locate import locate
 
     if name == NO_SAE:
         raise BadParameter("torino concepts describes the latents of an SAE, so SAE cannot be none.")
-    folder = locate(name).parent if Path(name).expanduser().exists() else None
+    folder = locate(name).parent if expand_path(name, "SAE").exists() else None
     reason = f"{name} is not a local folder" if folder is None else ""
     if folder is not None and not os.access(folder, os.W_OK):
         reason = f"{folder} is read-only"

@@ -62,6 +62,10 @@ def main() -> None:
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:  # of a file that the command could not expect, such as one in a folder without permission
+        if error.errno is None or error.filename is None:
+            raise
+        _fail(TorinoError(f"Cannot use {error.filename}: {error.strerror}."))
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:

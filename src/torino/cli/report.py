@@ -209,6 +209,7 @@ class _PlotSources:
 
 
 def _open_sources(names: list[str]) -> _PlotSources:
+    from torino.core.checks import expand_path
     from torino.core.io import read_json
     from torino.evaluation.reporting.figures import read_bench, read_examples
     from torino.evaluation.reporting.summary import load_summary, read_scores
@@ -216,7 +217,7 @@ def _open_sources(names: list[str]) -> _PlotSources:
 
     sources = _PlotSources()
     for name in names:
-        path = Path(name).expanduser()
+        path = expand_path(name)
         if name == "paper":
             sources.paper = True
         elif path.is_dir():

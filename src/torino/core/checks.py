@@ -85,7 +85,7 @@ def to_number(name: str, value: object, low: float = -sys.float_info.max, high: 
 def to_index(kind: str, index: object, size: int) -> int:
     """Return the index of an entry as a non-negative int; raise BadIndex if there is none."""
     if not is_integer(index):
-        raise BadIndex(f"The number of {kind} must be a whole number, got {describe_value(index)}.")
+        raise BadIndex(f"The index of the {kind} must be a whole number, got {describe_value(index)}.")
     number = int(cast(int, index))
     if not -size <= number < size:
         raise BadIndex(f"There is no {kind} {number}: there are {size}, counted from 0.")
@@ -178,3 +178,14 @@ def to_path(path: object, name: str = "The path") -> Path:
     if not text:
         raise BadFile(f"{name} is empty. Give the path of a file or folder.")
     return Path(text)
+
+
+def expand_path(path: object, name: str = "The path") -> Path:
+    """Return a path in which ``~`` is the home folder; raise BadFile for anything but text and path objects."""
+    given = to_path(path, name)
+    try:
+        return given.expanduser()
+    except RuntimeError as error:
+        raise BadFile(
+            f"{name} begins with {given.parts[0]}, and there is no such home folder. Write it out."
+        ) from error

@@ -109,8 +109,9 @@ def write_json(path: str | Path, value: object, *, sealed: bool = False) -> Path
 
 def read_json(path: str | Path) -> dict[str, Any]:
     """Read a JSON object; raise :class:`BadFile` for anything else, and if it has a checksum that is wrong."""
+    file = to_path(path)
     try:
-        value = json.loads(to_path(path).read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
     except ValueError as error:

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
+from torino.core.checks import check_type, expand_path
 from torino.core.checksum import split_record
 from torino.core.errors import BadFile, BadParameter, UnknownName, unknown_name
 from torino.core.prompt_styles import PromptStyle
@@ -276,8 +277,9 @@ def open_task(
 
 def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
     """Return the file of a task; raise :class:`BadFile` or ``UnknownName`` if there is none."""
+    check_type("The task", name, (str, os.PathLike), "a name or path")
     path = Path(name)
-    if path.suffix in (".tsv", ".jsonl") and path.is_file():
+    if path.suffix in (".tsv", ".jsonl") and os.path.isfile(path):  # noqa: PTH113 (Path raises for odd names)
         return path
     root = data_folder(folder)
     text = str(name)
@@ -286,7 +288,7 @@ def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
     for stem in dict.fromkeys(stems):
         for ending in ("", ".tsv", "_local.tsv", ".jsonl"):
             candidate = root / f"{stem}{ending}"
-            if candidate.is_file() and candidate.suffix in (".tsv", ".jsonl"):
+            if candidate.suffix in (".tsv", ".jsonl") and os.path.isfile(candidate):  # noqa: PTH113
                 return candidate
     files = sorted(file.name for file in root.glob("*.tsv")) + sorted(file.name for file in root.glob("*.jsonl"))
     contents = f"it contains {', '.join(files)}" if files else "it contains no .tsv and no .jsonl file"
@@ -303,7 +305,8 @@ def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
 
 def data_folder(folder: str | Path | None = None) -> Path:
     """Return the folder of the TSV files: ``folder``, else the environment's ``LMUData``, else ``~/LMUData``."""
-    return Path(folder or os.environ.get("LMUData") or Path.home() / "LMUData")  # noqa: SIM112 (VLMEvalKit's spelling)
+    given = folder or os.environ.get("LMUData") or "~/LMUData"  # noqa: SIM112 (VLMEvalKit's spelling)
+    return expand_path(given, "The folder of the tasks")
 
 
 def read_answers(path: str | Path) -> list[dict[str, Any]]:

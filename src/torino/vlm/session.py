@@ -188,7 +188,8 @@ class VLM:
         package: ModelPackage | None = None,
     ) -> None:
         check_choice("padding", padding, Padding, "crop or square")
-        check_type("text_query", text_query, (ClipText, type(None)), "a ClipText: load_clip_text(name)")
+        if text_query is not None and not callable(getattr(text_query, "query", None)):
+            check_type("text_query", text_query, ClipText, "a ClipText: load_clip_text(name)")
         limits.check_processor(processor)
         self.model, self.processor, self.package = model, processor, package
         self.adapter = adapter_for(model)
