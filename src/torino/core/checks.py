@@ -177,6 +177,8 @@ def to_path(path: object, name: str = "The path") -> Path:
         raise BadFile(f"{name} contains a NUL character: {describe_value(text)}.")
     if not text:
         raise BadFile(f"{name} is empty. Give the path of a file or folder.")
+    if len(text) > 4095 or any(len(part) > 255 for part in Path(text).parts):  # Path raises an OSError when it looks
+        raise BadFile(f"{name} is too long for a file system: {describe_value(text)}.")
     return Path(text)
 
 

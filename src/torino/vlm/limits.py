@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from PIL import Image
 from torch import Tensor
 
-from torino.core.checks import check_type, describe_value, to_integer, to_list
+from torino.core.checks import check_tensor, check_type, describe_value, to_integer, to_list
 from torino.core.errors import BadParameter
 from torino.datasets.images import Picture
 from torino.reducers import Reducer
@@ -75,6 +75,30 @@ def _is_part(part: Any) -> bool:
     if kind == "text":
         return isinstance(cast(Mapping[str, Any], part).get("text"), str)
     return kind != "image" or "image" in part
+
+
+def check_grids(grids: Tensor, pixels: Tensor, side: int) -> None:
+    """Refuse an ``image_grid_thw`` that does not describe these packed patches; ``side`` patches merge in each axis."""
+    advice = "Pass image_grid_thw and pixel_values as the processor returns them."
+    check_tensor("image_grid_thw", grids, BadParameter)
+    check_tensor("pixel_values", pixels, BadParameter)
+    if grids.ndim != 2 or grids.shape[1] != 3 or grids.is_floating_point() or grids.is_complex():
+        raise BadParameter(
+            f"image_grid_thw must be integers of shape (images, 3), got {grids.dtype} of shape {tuple(grids.shape)}. "
+            f"{advice}"
+        )
+    rows: list[list[int]] = grids.tolist()
+    for times, height, width in rows:
+        if min(times, height, width) < 1 or height % side or width % side:
+            raise BadParameter(
+                f"image_grid_thw has the grid {times}x{height}x{width}; times must be at least 1, and height and width "
+                f"positive multiples of {side}. {advice}"
+            )
+    patches = sum(times * height * width for times, height, width in rows)
+    if pixels.ndim != 2 or patches != len(pixels):
+        raise BadParameter(
+            f"image_grid_thw describes {patches} patches, and pixel_values has shape {tuple(pixels.shape)}. {advice}"
+        )
 
 
 def context_length(config: Any) -> int | None:

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 import torch
 
-from torino.core.checks import describe_value
+from torino.core.checks import describe_value, expand_path
 from torino.core.device import resolve_device, resolve_dtype
 from torino.core.errors import BadFile, TorinoError, Unreachable
 from torino.core.prompt_styles import PromptStyle
@@ -175,10 +175,7 @@ def transformers() -> Any:
 def local_name(name_or_path: str | os.PathLike[str]) -> str:
     """Return a name for ``from_pretrained``: an existing folder, or something that may be a hub name."""
     text = str(_check_name(name_or_path))
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError as error:
-        raise BadFile(f"There is no home folder for {text!r}. Give an absolute path.") from error
+    path = expand_path(text, "The name of the model")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise BadFile(f"{text} has no config.json. Give a folder written by save_pretrained, or a hub name.")

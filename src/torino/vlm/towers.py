@@ -22,7 +22,7 @@ from torino.datasets.images import Padding, Picture, mean_color, open_image, pre
 from torino.reducers import InTowerReducer, Reducer, as_in_tower
 from torino.vlm.hooks import CapturedFeatures, TowerLayout, capture, tower_layout
 from torino.vlm.in_tower import run_in_tower
-from torino.vlm.limits import check_processor, to_pictures
+from torino.vlm.limits import check_grids, check_processor, to_pictures
 from torino.vlm.loading import encoder_name, fetch, local_name, model_package, transformers
 
 # Supported towers: model_type of the config, then module and class in transformers.
@@ -324,6 +324,7 @@ class Tower:
 
     def _encode_packed(self, pixels: Tensor, grids: Tensor, needs: frozenset[str]) -> list[VisualTokens]:
         """Encode images with Qwen's towers: all in one sequence, in window order, with fused projections."""
+        check_grids(grids, pixels, int(cast(Any, self.model).spatial_merge_size))
         sizes, shapes = grids.prod(1).tolist(), [(rows, columns) for _, rows, columns in grids.tolist()]
         if self.block == self.blocks:
             if needs:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from torino.core.checks import check_choice, to_path
+from torino.core.checks import check_choice, check_type, to_path
 from torino.core.errors import BadFile, BadParameter, unknown_name
 from torino.sae.formats import dictionary_learning, native, overcomplete, prisma, qwen_scope, saelens, saev, sparsify
 from torino.sae.formats._common import ACCEPTED, GATED, MAX_FLOAT, CheckpointFile, SAEParts
@@ -71,6 +71,7 @@ def write_sae(sae: SAE, folder: str | Path, layout: str, dtype: torch.dtype = to
     """
     if not isinstance(layout, str) or layout not in LAYOUTS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise unknown_name("SAE layout", layout, LAYOUTS, "torino list layouts")
+    check_type("sae", sae, SAE, "an SAE")
     if sae.W_dec is None:
         raise BadParameter(
             "This SAE has no decoder, but a file needs encoder and decoder. "

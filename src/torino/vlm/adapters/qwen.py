@@ -20,6 +20,7 @@ from torino.reducers import PositionMode
 from torino.vlm.adapters.base import Adapter, EncodedImages, ImageEmbeds
 from torino.vlm.hooks import placing, signal_block
 from torino.vlm.insertion import ShortenedPrompt
+from torino.vlm.limits import check_grids
 
 # Index of queries and keys in the output of a block's fused projection.
 FUSED = {"queries": 0, "keys": 1}
@@ -219,30 +220,6 @@ class Qwen(Adapter):
             order, _ = get_vision_window_index(grids, tower.spatial_merge_size, tower.window_size, tower.patch_size)
             tokens = tokens[order.argsort().to(tokens.device)]
         return tokens.split((grids.prod(-1) // unit).tolist())
-
-
-def check_grids(grids: Tensor, pixels: Tensor, side: int) -> None:
-    """Refuse an ``image_grid_thw`` that does not describe these packed patches; ``side`` patches merge in each axis."""
-    advice = "Pass image_grid_thw and pixel_values as the processor returns them."
-    check_tensor("image_grid_thw", grids, BadParameter)
-    check_tensor("pixel_values", pixels, BadParameter)
-    if grids.ndim != 2 or grids.shape[1] != 3 or grids.is_floating_point() or grids.is_complex():
-        raise BadParameter(
-            f"image_grid_thw must be integers of shape (images, 3), got {grids.dtype} of shape {tuple(grids.shape)}. "
-            f"{advice}"
-        )
-    rows: list[list[int]] = grids.tolist()
-    for times, height, width in rows:
-        if min(times, height, width) < 1 or height % side or width % side:
-            raise BadParameter(
-                f"image_grid_thw has the grid {times}x{height}x{width}; times must be at least 1, and height and width "
-                f"positive multiples of {side}. {advice}"
-            )
-    patches = sum(times * height * width for times, height, width in rows)
-    if pixels.ndim != 2 or patches != len(pixels):
-        raise BadParameter(
-            f"image_grid_thw describes {patches} patches, and pixel_values has shape {tuple(pixels.shape)}. {advice}"
-        )
 
 
 @contextmanager
