@@ -146,7 +146,7 @@ def calls() -> dict[str, Callable[[Any], Any]]:
         "load_vlm": load_vlm,
         "load_tower": load_tower,
         "Tower": lambda value: Tower(value, None),
-        "ask": lambda value: torino.ask(value, "what ?", model="never"),
+        "ask": lambda value: torino.ask(value, "what ?", model="./never"),
         "reduced": lambda value: torino.reduced(value, RANDOM).__enter__(),
         "trace": lambda value: Trace()[value],
         "open_image": open_image,
@@ -190,8 +190,12 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", list(calls()))
 def test_any_wrong_type_is_a_torino_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a wrong argument must be refused without a connection")
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
     for kind, value in WRONG.items():
         with pytest.raises(TorinoError) as failure:
             calls()[name](value)
