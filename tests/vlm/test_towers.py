@@ -319,6 +319,6 @@ def test_from_images_to_a_reduction(zoo: Path) -> None:
 
 def test_a_wrong_grid_of_packed_patches_is_refused(zoo: Path) -> None:
     tower = load_tower(zoo / QWEN[0])
-    inputs = tower.process([photo(168, 112)])
+    (inputs,) = tower.process([photo(168, 112)])
     with pytest.raises(BadParameter, match=r"image_grid_thw describes .* patches, and pixel_values has shape"):
         tower.visual_tokens({**inputs, "image_grid_thw": inputs["image_grid_thw"] * 2})
