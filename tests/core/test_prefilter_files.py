@@ -136,7 +136,7 @@ def test_a_cache_folder_that_cannot_be_read_is_ignored(folder: Path, monkeypatch
         patch.setattr(Path, "is_file", refuse)
         weight, bias = make_sae("relu").W_enc, make_sae("relu").b_enc
         assert len(quantization.load_or_quantize(weight, bias, folder, 128).levels) == 32
-    monkeypatch.setattr(quantization, "cache_dir", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr(quantization, "cache_dir", lambda: (_ for _ in ()).throw(BadFile("no home")))
     sae = make_sae("relu")
     sae.folder = folder
     assert_same_concepts(sae.top(x, 3, prefilter="int8"), want)

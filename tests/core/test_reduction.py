@@ -252,7 +252,7 @@ def test_packed_parts_come_back_as_views() -> None:
     packed[0][0, 0] = 99
     assert packed.values[0, 0] == 99
     for image in (3, -4):
-        with pytest.raises(IndexError, match=f"image {image} of a batch of 3"):
+        with pytest.raises(IndexError, match=f"no image {image}: there are 3"):
             packed[image]
 
 

@@ -123,7 +123,7 @@ def test_accepts_other_dtypes_and_gradients() -> None:
 
 
 def test_errors() -> None:
-    for budget in (0, -1, 2.0, True, None, np.int64(3)):
+    for budget in (0, -1, 2.0, True, None, np.int64(0), np.float64(3)):
         with pytest.raises(BadParameter, match="budget must be a whole number of at least 1, got"):
             Random(budget)  # type: ignore[arg-type]
     for seed in (1.5, None, True):

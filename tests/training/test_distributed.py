@@ -53,6 +53,7 @@ def test_every_process_needs_a_row(tmp_path: Path) -> None:
 def test_local_device_is_the_one_that_torchrun_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setenv("LOCAL_RANK", "3")
     for name in ("auto", "cuda"):

@@ -492,7 +492,8 @@ def test_output_tokens_are_refused(name: str) -> None:
 )
 def test_families_that_do_not_support_it(build: Any, reason: str) -> None:
     adapter = adapter_for(build())
-    inputs = {"input_ids": torch.tensor([[adapter.image_token]]), "pixel_values": torch.zeros(1, 3, 8, 8)}
+    pixels = torch.zeros(8, 8) if adapter.pixel_ndims == (2,) else torch.zeros(1, 3, 8, 8)
+    inputs = {"input_ids": torch.tensor([[adapter.image_token]]), "pixel_values": pixels}
     with pytest.raises(
         TorinoError, match=f"inside the vision tower.*{type(adapter.model).__name__} does not allow: .*{reason}"
     ):

@@ -548,3 +548,21 @@ def test_videos_alone_run_unreduced(model: Any) -> None:
     with reduced(model, KeepAlternate()) as trace:
         assert torch.equal(generate(model, inputs).sequences, stock.sequences)
     assert not trace.calls
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda grids: grids[0], r"must be integers of shape \(images, 3\)"),
+        (lambda grids: grids.float(), r"must be integers of shape \(images, 3\)"),
+        (lambda grids: grids.tolist(), "image_grid_thw must be a torch Tensor, got list"),
+        (lambda grids: grids * 2, "image_grid_thw describes .* patches, and pixel_values has shape"),
+        (lambda grids: grids - 1, "times must be at least 1, and height and width positive multiples of 2"),
+    ],
+    ids=["vector", "float", "list", "larger", "odd"],
+)
+def test_a_wrong_grid_is_one_sentence(model: Any, change: Any, words: str) -> None:
+    inputs = dict(make_inputs(ROWS[:1]))
+    inputs["image_grid_thw"] = change(inputs["image_grid_thw"])
+    with reduced(model, make("random", budget=2)), pytest.raises(BadParameter, match=words):
+        model(**inputs)

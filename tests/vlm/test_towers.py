@@ -315,3 +315,10 @@ def test_from_images_to_a_reduction(zoo: Path) -> None:
         next(broken.model.parameters()).fill_(torch.nan)
     with pytest.raises(BadTokens, match="NaN"):
         broken.encode(photo())
+
+
+def test_a_wrong_grid_of_packed_patches_is_refused(zoo: Path) -> None:
+    tower = load_tower(zoo / QWEN[0])
+    (inputs,) = tower.process([photo(168, 112)])
+    with pytest.raises(BadParameter, match=r"image_grid_thw describes .* patches, and pixel_values has shape"):
+        tower.visual_tokens({**inputs, "image_grid_thw": inputs["image_grid_thw"] * 2})

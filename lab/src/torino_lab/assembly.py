@@ -16,7 +16,7 @@ import torch
 
 from torino.core.errors import BadFile
 from torino.core.extras import optional_import
-from torino.core.io import cache_dir, read_safetensors
+from torino.core.io import cache_dir, cache_errors, read_safetensors
 from torino_lab.weights import clip_folder, read_smollm2
 
 PROJECTOR, ADAPTER, ADAPTER_CONFIG = "projector.safetensors", "adapter_model.safetensors", "adapter_config.json"
@@ -59,23 +59,26 @@ def lab_folder(shipped: Path = SHIPPED) -> Path:
     # The folder is named by the trained parts, so the cache is never stale.
     digest = hashlib.sha256(b"".join(hashlib.sha256(part.read_bytes()).digest() for part in parts)).hexdigest()
     folder = cache_dir() / f"torino-lab-{digest[:12]}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".torino-lab-") as temporary:
-        assembled = Path(temporary) / "model"
-        _write(assembled, shipped)
-        try:
-            assembled.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was faster
-                raise
+    with cache_errors(folder):
+        if folder.is_dir():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".torino-lab-") as temporary:
+            assembled = Path(temporary) / "model"
+            _write(assembled, shipped)
+            try:
+                assembled.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # otherwise another process was faster
+                    raise
     return folder
 
 
 def tower_folder() -> Path:
     """Return the folder of the model's vision tower alone, CLIP ViT-B/16."""
-    return clip_folder(cache_dir())
+    cache = cache_dir()
+    with cache_errors(cache):
+        return clip_folder(cache)
 
 
 def _write(folder: Path, shipped: Path) -> None:

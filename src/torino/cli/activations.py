@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from torino.cli._common import DeviceOption, JsonOption, PaddingChoice, errors, examples, out, quiet_transformers
 from torino.cli._progress import progress
+from torino.cli._stop import on_stop
 from torino.core.errors import BadFile, BadParameter, TorinoError
 
 if TYPE_CHECKING:  # these import torch, which slows down the start
@@ -72,7 +73,9 @@ def activations(
 
     Run the same command again, or give only the store, to continue an interrupted run.
     """
-    output = output.expanduser()
+    from torino.core.checks import expand_path
+
+    output = expand_path(output, "--output")
     if check:
         if repair:
             raise BadParameter("Give --check or --repair, not both: --check only reads the store.")
@@ -90,6 +93,7 @@ def activations(
         opened = load_tower(settings["tower"], block=settings["block"], device=device)
     counts: list[int] = []  # photos that are done, at each report
     started = time.perf_counter()
+    on_stop(f"Continue with torino activations -o {output}.")
     try:
         with progress(errors, {"photos": len(photos)}) as update:
 
@@ -108,9 +112,6 @@ def activations(
                 source={name: settings[name] for name in ("tower", "images", "limit")},
                 progress=report,
             )
-    except KeyboardInterrupt:
-        errors.print(f"Stopped. Continue with [cyan]torino activations -o {escape(str(output))}[/].", highlight=False)
-        raise typer.Exit(130) from None
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise

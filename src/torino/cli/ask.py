@@ -44,6 +44,7 @@ from torino.cli._common import (
     out,
     quiet_transformers,
 )
+from torino.cli._stop import START_OVER, on_stop
 from torino.core.errors import BadParameter
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Ask a vision-language model about an image, with fewer visual tokens and with all of them."""
+    on_stop(START_OVER)
     if draw is not None:
         check_image_path("--draw", draw)
     # Validate the options before loading the model.

@@ -41,6 +41,7 @@ from torino.cli._common import (
 )
 from torino.cli._photos import default_photo_sae, photo_tokens
 from torino.cli._progress import progress
+from torino.cli._stop import START_OVER, on_stop
 from torino.core.errors import BadParameter, TorinoError
 from torino.core.extras import install_command, optional_import
 
@@ -107,6 +108,7 @@ def bench(
 
     The reducer alone is measured as in the paper: 50 images after 10 warm-ups, without tower and language model.
     """
+    on_stop(START_OVER)
     if model is not None and tokens is not None:
         raise BadParameter("Give --model or --tokens, not both: tokens are measured without a model.")
     if model is None and (images is not None or clip is not None or question is not None):

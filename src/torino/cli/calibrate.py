@@ -10,8 +10,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from torino.cli._common import SaeOption, examples, load_sae, out
+from torino.cli._common import SaeOption, errors, examples, load_sae, out
 from torino.cli._photos import default_photo_sae, photo_tokens
+from torino.cli._progress import progress
+from torino.cli._stop import START_OVER, on_stop
 from torino.core.errors import BadParameter
 
 EPILOG = examples(
@@ -19,6 +21,7 @@ EPILOG = examples(
     "torino calibrate tokens.npz --sae ./my-sae --target 192",
     "torino calibrate --method torino-x --target 100",
 )
+SHOWN_ROWS = 30
 METHODS = ("torino-p", "torino-m", "torino-x")
 
 
@@ -34,6 +37,7 @@ def calibrate(
     max_k: Annotated[int, typer.Option(min=1, help="Largest k to try.")] = 6,
 ) -> None:
     """Find the (k, δ) that gives a wanted mean number of tokens, or the threshold of torino-x."""
+    on_stop(START_OVER)
     from torino.core.tokens import load_tokens
     from torino.reducers import TorinoX, make
     from torino.reducers.calibration import calibrate as search
@@ -59,14 +63,25 @@ def calibrate(
             highlight=False,
         )
         return
-    best = search(images, target, sae=encoder, max_k=max_k)
+    with progress(errors) as report, errors.status("Computing concepts …") as status:
+
+        def update(done: int, total: int) -> None:
+            status.stop()
+            report("settings", done, total)
+
+        best = search(images, target, sae=encoder, max_k=max_k, progress=update)
     table = Table(title=f"tokens per image over {len(images)} images", box=None, pad_edge=False)
     for heading in ("k", "delta", "mean", "min", "median", "max"):
         table.add_column(heading, justify="right")
-    for (k, delta), counts in sorted(best.table.items(), key=lambda item: float(item[1].double().mean())):
+    means = {setting: float(counts.double().mean()) for setting, counts in best.table.items()}
+    nearest = sorted(means, key=lambda setting: (abs(means[setting] - target), setting))[:SHOWN_ROWS]
+    for k, delta in sorted(nearest, key=lambda setting: means[setting]):
+        counts = best.table[k, delta]
         values = counts.double()
         cells = (f"{float(values.mean()):.1f}", str(int(counts.min())), f"{float(values.median()):.0f}")
         style = "bold green" if (k, delta) == (best.k, best.delta) else ""
         table.add_row(str(k), str(delta), *cells, str(int(counts.max())), style=style)
     out.print(table)
+    if len(means) > SHOWN_ROWS:
+        out.print(f"The {SHOWN_ROWS} nearest of {len(means):,} settings.", highlight=False)
     out.print(f"Closest to {target:g}: --kd {best.k},{best.delta}, {best.mean:.1f} tokens on average.", highlight=False)

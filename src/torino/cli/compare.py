@@ -44,6 +44,7 @@ from torino.cli._common import (
     reads_concepts,
     split_list,
 )
+from torino.cli._stop import START_OVER, on_stop
 from torino.core.errors import BadParameter, TorinoError
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def compare(
 
     Prints the answers and writes a picture of what each method kept.
     """
+    on_stop(START_OVER)
     check_image_path("--output", output)
     if truth is not None and not all(answer.strip() for answer in truth.split("|")):
         raise BadParameter(f"--truth takes the right answer, or several separated by |, got {truth!r}.")

@@ -25,6 +25,7 @@ from torino.cli._common import (
     quiet_transformers,
 )
 from torino.cli._progress import progress
+from torino.cli._stop import on_stop
 from torino.core.errors import BadFile, BadParameter
 
 if TYPE_CHECKING:  # imported in functions, so that torino --help stays fast
@@ -126,11 +127,8 @@ def concepts(
     from torino.viz.draw import save_picture
 
     reader = PhotoReader(photos, opened, other, padding=padding)
-    try:
-        activations = _collect(loaded, reader, target, folder, keep, pool, batch)
-    except KeyboardInterrupt:
-        errors.print("Stopped. Run the same command again to continue.")
-        raise typer.Exit(130) from None
+    on_stop("Run the same command again to continue.")
+    activations = _collect(loaded, reader, target, folder, keep, pool, batch)
     texts = reader.get_texts()
     names = _name_concepts(loaded, activations, texts)
 
@@ -161,11 +159,12 @@ def concepts(
 
 def _open_sae(name: str, output: Path | None, save_names: bool) -> tuple[Path | None, SAE]:
     """Return the folder of the SAE, None if it is not a local one, and the SAE."""
+    from torino.core.checks import expand_path
     from torino.sae.formats.locate import locate
 
     if name == NO_SAE:
         raise BadParameter("torino concepts describes the latents of an SAE, so SAE cannot be none.")
-    folder = locate(name).parent if Path(name).expanduser().exists() else None
+    folder = locate(name).parent if expand_path(name, "SAE").exists() else None
     reason = f"{name} is not a local folder" if folder is None else ""
     if folder is not None and not os.access(folder, os.W_OK):
         reason = f"{folder} is read-only"

@@ -38,6 +38,7 @@ from torino.cli._common import (
     warn,
 )
 from torino.cli._progress import progress
+from torino.cli._stop import on_stop
 from torino.core.errors import BadFile, BadParameter, TorinoError
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ def evaluate(
     with quiet_transformers(), memory_errors(model, device), warnings.catch_warnings():
         with errors.status(f"Loading {escape(model)} …"):
             vlm = load_session(model, device, dtype, padding, positions, attention, clip)
+        on_stop(f"Run the same command again to continue; the answers so far are in {output}.")
         with progress(errors) as report:
             run = run_evaluation(
                 output,

@@ -35,6 +35,7 @@ from torino.cli._common import (
     quiet_transformers,
     reads_concepts,
 )
+from torino.cli._stop import START_OVER, on_stop
 from torino.core.errors import BadParameter
 
 if TYPE_CHECKING:  # imported in functions, so that torino --help stays fast
@@ -122,6 +123,7 @@ def look(
 
     Each --kd, --budget or --keep is a row of the picture.
     """
+    on_stop(START_OVER)
     # Validate the options before loading the tower.
     check_image_path("--output", output)
     settings = _parse_settings(method, kd or [], budget, keep)

@@ -22,6 +22,7 @@ from torino.cli import report as _report
 from torino.cli import sae as _sae
 from torino.cli import train as _train
 from torino.cli._common import errors, note, out
+from torino.cli._terminal import replace_unprintable
 from torino.core.errors import TorinoError
 
 app = typer.Typer(
@@ -52,6 +53,7 @@ app.command(epilog=_bench.EPILOG)(_bench.bench)
 
 def main() -> None:
     """Run the command; errors are printed as one sentence, with exit code 2."""
+    replace_unprintable()
     warnings.showwarning = _print_warning
     try:
         app()
@@ -60,6 +62,10 @@ def main() -> None:
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:  # of a file that the command could not expect, such as one in a folder without permission
+        if error.errno is None or error.filename is None:
+            raise
+        _fail(TorinoError(f"Cannot use {error.filename}: {error.strerror}."))
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -25,6 +25,7 @@ from torino.cli._common import (
 )
 from torino.cli._photos import default_photo_sae, photo_tokens
 from torino.cli._progress import progress
+from torino.cli._stop import START_OVER, on_stop
 from torino.core.errors import BadParameter, UnmetBudget
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def reduce(
     draw: Annotated[Path | None, typer.Option(help="Write an image of the groups: .png, .jpg or .webp.")] = None,
 ) -> None:
     """Reduce the visual tokens of images from a file, and show the groups."""
+    on_stop(START_OVER)
     from torino.core.explanation import concept_names
     from torino.core.tokens import load_tokens, ragged_patches
     from torino.datasets.bundled import PHOTOS

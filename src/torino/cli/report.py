@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 
 from torino.cli._common import errors, examples, out, split_list, warn
+from torino.cli._stop import on_stop
 from torino.core.errors import BadFile, BadParameter, TorinoError
 
 if TYPE_CHECKING:
@@ -87,12 +88,16 @@ def report(
     if output is None and not os.access(opened.folder, os.W_OK):
         raise BadParameter(f"Cannot write to {opened.folder}: it is read-only. Give another folder: -o FOLDER.")
     saved = opened.folder if output is None else output
+    judge = Judge.from_environment(cache=saved / GRADES, other_caches=[opened.folder / GRADES])
+    if judge is not None:
+        advice = f"Run the same command again to continue; the judge's grades so far are in {saved / GRADES}."
+        on_stop(advice, at_once=True)
     with errors.status("Scoring …"):
         summary = summarize_and_save(
             opened,
             data,
             saved,
-            judge=Judge.from_environment(cache=saved / GRADES, other_caches=[opened.folder / GRADES]),
+            judge=judge,
             versus=versus,
             by=by,
             baseline_of=baseline_of,
@@ -206,6 +211,7 @@ class _PlotSources:
 
 
 def _open_sources(names: list[str]) -> _PlotSources:
+    from torino.core.checks import expand_path
     from torino.core.io import read_json
     from torino.evaluation.reporting.figures import read_bench, read_examples
     from torino.evaluation.reporting.summary import load_summary, read_scores
@@ -213,7 +219,7 @@ def _open_sources(names: list[str]) -> _PlotSources:
 
     sources = _PlotSources()
     for name in names:
-        path = Path(name).expanduser()
+        path = expand_path(name)
         if name == "paper":
             sources.paper = True
         elif path.is_dir():

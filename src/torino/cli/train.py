@@ -14,6 +14,7 @@ from rich.table import Table
 
 from torino.cli._common import DeviceOption, errors, examples, out, quiet_transformers
 from torino.cli._progress import ProgressUpdate, progress
+from torino.cli._stop import on_stop
 from torino.core.errors import BadParameter, TorinoError
 from torino.training.config import PAPER_SETTINGS, BiasInit, ObjectiveName, Precision, TrainConfig
 
@@ -395,15 +396,9 @@ def _step_callback(update: ProgressUpdate, phase: str, distributed: Distributed)
 @contextmanager
 def _handle_errors(output: Path, config: TrainConfig, distributed: Distributed) -> Generator[None]:
     """Explain how to continue after an interruption or a lack of memory; leave the process group at the end."""
+    on_stop(f"Run the same command again to resume from the last checkpoint in {output}.")
     try:
         yield
-    except KeyboardInterrupt:
-        errors.print(
-            f"Stopped. Run the same command again to resume from the last checkpoint in {escape(str(output))}.",
-            highlight=False,
-            soft_wrap=True,
-        )
-        raise typer.Exit(130) from None
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from torino.core.checks import check_tensor, describe_value, to_integer
 from torino.core.errors import BadParameter
 from torino.core.tokens import Origin, check_matrix
 from torino.core.topk.exact import SILENT, stable_topk
@@ -38,6 +39,8 @@ class Concepts:
 
     def __post_init__(self) -> None:
         """Check that the shapes are consistent."""
+        for name in ("indices", "values", "peak"):
+            check_tensor(name, getattr(self, name), BadParameter)
         if (
             self.indices.ndim != 2
             or self.values.shape != self.indices.shape
@@ -61,8 +64,11 @@ class Concepts:
         tensor([[ 1,  3],
                 [ 2, -1]])
         """
-        k = max((len(row) for row in sets), default=0)
-        indices = torch.tensor([[*row, *[SILENT] * (k - len(row))] for row in sets], dtype=torch.int64)
+        try:
+            k = max((len(row) for row in sets), default=0)
+            indices = torch.tensor([[*row, *[SILENT] * (k - len(row))] for row in sets], dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise BadParameter(f"sets must be a list of lists of latents, got {describe_value(sets)}.") from error
         values = (torch.arange(k, 0, -1, dtype=torch.float32) * (indices != SILENT)).reshape(indices.shape)
         peaks = values.amax(1) if k else values.new_zeros(len(sets))
         return cls(indices, values, peaks if peak is None else torch.tensor(peak, dtype=torch.float32))
@@ -83,8 +89,7 @@ class Concepts:
 
     def first(self, k: int) -> Concepts:
         """Keep the first ``k`` concepts of each patch; equals encoding with that ``k``."""
-        if not 1 <= k <= self.k:
-            raise BadParameter(f"k must be between 1 and {self.k}, the number of concepts per patch; got {k}.")
+        k = to_integer("k", k, 1, self.k, ", the number of concepts per patch")
         return Concepts(self.indices[:, :k], self.values[:, :k], self.peak)
 
     def literal(self) -> Concepts:
@@ -131,7 +136,7 @@ class RawEmbedding:
     def top(self, x: Tensor, k: int, *, rank: Rank = "activation") -> Concepts:
         """Return the ``k`` largest coordinates of each token, ties to the lowest index; ``rank`` has no effect."""
         check_matrix(x, "tokens")
-        if not 1 <= k <= x.shape[1]:
+        if not 1 <= (k := to_integer("k", k)) <= x.shape[1]:
             raise BadParameter(f"k must be between 1 and the token width {x.shape[1]}, got {k}.")
         indices, values = stable_topk(x.detach().float(), k)
         return Concepts(indices, values, values[:, 0])

@@ -56,6 +56,10 @@ class UnknownName(TorinoError):
     """No entry of this name is registered."""
 
 
+class BadIndex(TorinoError, IndexError):
+    """A batch or trace has no entry of this index; an IndexError too, as the protocol of sequences requires."""
+
+
 def pickled_object(path: object, name: str, advice: str = "") -> PickledObject:
     """Build the error for a checkpoint that contains an object of the class ``name``."""
     error = PickledObject(
@@ -67,15 +71,18 @@ def pickled_object(path: object, name: str, advice: str = "") -> PickledObject:
     return error
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownName:
+def unknown_name(kind: str, name: object, known: Iterable[str], command: str = "") -> UnknownName:
     """Build the error for a name that is not registered; the message suggests similar names.
+
+    ``command`` is the command that lists all names, if there is one.
 
     Examples
     --------
-    >>> print(unknown_name("reducer", "torino", ["torino-m", "torino-p", "random"]))
+    >>> print(unknown_name("reducer", "torino", ["torino-m", "torino-p", "random"], "torino list"))
     No reducer is called 'torino'. Did you mean 'torino-p', 'torino-m'? Run 'torino list' to see all names.
     """
     names = list(known)
-    close = get_close_matches(name, names, n=3, cutoff=0.6)
+    close = get_close_matches(name, names, n=3, cutoff=0.6) if isinstance(name, str) and len(name) < 200 else []
     hint = f"Did you mean {', '.join(map(repr, close))}?" if close else f"Known: {', '.join(names) or 'none'}."
-    return UnknownName(f"No {kind} is called {name!r}. {hint} Run 'torino list' to see all names.")
+    advice = f" Run '{command}' to see all names." if command else ""
+    return UnknownName(f"No {kind} is called {name!r:.80}. {hint}{advice}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from torino.core.checks import check_choice, check_type, to_integer
 from torino.core.concepts import Concepts
 from torino.core.errors import BadParameter, BadTokens
 from torino.core.ragged import are_valid_offsets
@@ -106,13 +107,13 @@ def group_by_overlap(
     >>> group_by_overlap(top2, delta=2).label.tolist()  # the sets are not identical
     [0, 1]
     """
-    if not 1 <= delta <= concepts.k:
+    check_type("concepts", concepts, Concepts, "the Concepts of some patches")
+    if not 1 <= (delta := to_integer("delta", delta)) <= concepts.k:
         raise BadParameter(
             f"delta must be between 1 and k={concepts.k}, got {delta}: "
             "patches cannot share more concepts than each of them has."
         )
-    if silent not in get_args(Silent):
-        raise BadParameter(f"silent must be one of {', '.join(map(repr, get_args(Silent)))}, got {silent!r}.")
+    check_choice("silent", silent, Silent)
     if not len(concepts):
         raise BadTokens("There are no patches to group. Give at least one.")
     if offsets is not None and not are_valid_offsets(offsets, len(concepts)):

@@ -9,7 +9,9 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,14 +23,46 @@ from safetensors.torch import save_file as _save_safetensors
 from torch import Tensor
 
 from torino.core import checksum
-from torino.core.errors import BadFile, pickled_object
+from torino.core.checks import check_tensor, to_path
+from torino.core.errors import BadFile, BadParameter, pickled_object
 from torino.core.filetype import JSON_LINE_LIMIT, explain, identify
 
 
 def cache_dir() -> Path:
-    """Return the folder for generated and downloaded files: ``TORINO_CACHE``, or the user's cache folder."""
-    path = os.environ.get("TORINO_CACHE")
-    return Path(path) if path else user_cache_path("torino")
+    """Return the folder for generated and downloaded files: ``TORINO_CACHE``, or the user's cache folder.
+
+    A relative path is made absolute, and ``~`` is the home folder.
+
+    Raises
+    ------
+    BadFile
+        If the path is a file or not valid UTF-8, or there is no home folder.
+    """
+    given = os.environ.get("TORINO_CACHE", "")
+    if not is_utf8(given):
+        raise BadFile(f"TORINO_CACHE is not valid UTF-8: {given!r}. Set it to another folder.")
+    try:
+        path = Path(given).expanduser().absolute() if given.strip() else user_cache_path("torino")
+    except RuntimeError as error:
+        reason = f"TORINO_CACHE is {given!r}, and this user" if given.strip() else "The user"
+        raise BadFile(f"{reason} has no home folder. Set TORINO_CACHE to an absolute path.") from error
+    if os.path.exists(path) and not os.path.isdir(path):  # noqa: PTH110, PTH112 (Path raises if it may not look)
+        raise BadFile(f"The cache folder {path} is a file. Set TORINO_CACHE to a folder, or remove the file.")
+    return path
+
+
+@contextmanager
+def cache_errors(folder: Path) -> Generator[None]:
+    """Turn errors of reading or writing a folder in the cache into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # of a library, not of the file system
+            raise
+        raise BadFile(
+            f"Cannot use the cache folder {folder}: {error.strerror or error}. Set TORINO_CACHE to a writable folder "
+            "with enough space."
+        ) from error
 
 
 def write_atomic(path: str | Path, write: Callable[[Path], None]) -> Path:
@@ -36,10 +70,10 @@ def write_atomic(path: str | Path, write: Callable[[Path], None]) -> Path:
 
     A reader sees either the old or the new file. If writing fails, the old file stays as it was.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise BadFile(f"Cannot write {path}: it is a folder. Give the path of a file.")
+    path = to_path(path)
     try:
+        if path.is_dir():
+            raise BadFile(f"Cannot write {path}: it is a folder. Give the path of a file.")
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
     except OSError as error:
@@ -75,8 +109,9 @@ def write_json(path: str | Path, value: object, *, sealed: bool = False) -> Path
 
 def read_json(path: str | Path) -> dict[str, Any]:
     """Read a JSON object; raise :class:`BadFile` for anything else, and if it has a checksum that is wrong."""
+    file = to_path(path)
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
     except ValueError as error:
@@ -94,8 +129,12 @@ def write_arrays(
     ``metadata`` is stored in the header of a safetensors file, with a checksum of the file, or as 0-d string arrays in
     an npz file, whose format has checksums. The same arrays and metadata give the same bytes.
     """
-    path, metadata = Path(path), dict(metadata or {})
+    path, metadata = to_path(path), dict(metadata or {})
+    for name, value in arrays.items():
+        if not isinstance(value, np.ndarray):
+            check_tensor(name, value, BadParameter)
     if path.suffix == ".safetensors":
+        _check_utf8(path)
         tensors: dict[str, Tensor] = {}
         for name, value in arrays.items():
             used = [tensor.data_ptr() for tensor in tensors.values()]
@@ -123,7 +162,7 @@ def write_arrays(
 
 def read_arrays(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read named arrays and their metadata from ``.npz`` or ``.safetensors``, and verify the checksum, if any."""
-    path = Path(path)
+    path = to_path(path)
     if not path.is_file():
         raise BadFile(f"There is no file {path}. Give an existing .npz or .safetensors file.")
     if path.suffix == ".safetensors":
@@ -143,6 +182,7 @@ def read_safetensors(
 
     The checksum of the file, which covers all tensors, is not verified; see :mod:`torino.core.checksum`.
     """
+    _check_utf8(path)
     try:
         with safe_open(str(path), framework="pt") as file:
             names = [name for name in file.keys() if wanted(name)]  # noqa: SIM118 (not a dict)
@@ -156,6 +196,19 @@ def read_safetensors(
             f"{path} is not a readable safetensors file ({error}). "
             "It may be truncated: write it again or download it again."
         ) from error
+
+
+def read_rows(path: str | Path, name: str, size: int = 1 << 22) -> Iterator[Tensor]:
+    """Yield a tensor of a safetensors file in parts of about ``size`` numbers, along its first dimension."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            tensor = file.get_slice(name)
+            rows, *others = tensor.get_shape() or [0]
+            step = max(1, size // max(1, prod(others)))
+            for start in range(0, rows, step):
+                yield tensor[start : start + step]
+    except (SafetensorError, OSError) as error:
+        raise BadFile(f"{path} is not a readable safetensors file ({error}). Download it again.") from error
 
 
 def read_checkpoint(path: str | Path, start: int = 0) -> dict[str, Any]:
@@ -222,6 +275,22 @@ def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
         crc = "" if values is None else f"{zlib.crc32(values):08x}"
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} {crc}\n".encode())
     return digest.hexdigest()[:32]
+
+
+def is_utf8(path: str | Path) -> bool:
+    """Return whether a path is valid UTF-8 on disk; safetensors cannot read others."""
+    try:
+        os.fsencode(path).decode("utf-8")
+    except UnicodeError:
+        return False
+    return True
+
+
+def _check_utf8(path: str | Path) -> None:
+    if not is_utf8(path):
+        raise BadFile(
+            f"{os.fspath(path)!r} is not valid UTF-8, as safetensors files require. Rename the folder or file."
+        )
 
 
 def _unshared(value: Tensor, used: list[int]) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torino.core.checks import check_tensor, to_index, to_list
 from torino.core.errors import BadTokens
 
 
@@ -35,6 +36,9 @@ class Ragged:
 
     def __post_init__(self) -> None:
         """Raise an error unless the offsets cover the rows exactly once."""
+        if check_tensor("values", self.values).ndim < 1:
+            raise BadTokens("values must have at least one dimension, got a single number.")
+        check_tensor("offsets", self.offsets)
         if not are_valid_offsets(self.offsets, len(self.values)):
             raise BadTokens(
                 f"offsets must be non-decreasing from 0 to the number of rows ({len(self.values)}), "
@@ -44,9 +48,13 @@ class Ragged:
     @classmethod
     def of(cls, parts: Sequence[Tensor]) -> Ragged:
         """Concatenate one tensor per image."""
+        parts = to_list("A batch", parts, Tensor, "tensors, one for each image")
         if not parts:
             raise BadTokens("The list of images is empty. Give at least one image.")
-        values = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        if len({part.shape[1:] for part in parts}) > 1 or not all(part.ndim for part in parts):
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts[:4])
+            raise BadTokens(f"All tensors of a batch must have the same shape after the first dimension, got {shapes}.")
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
         return cls(values, offsets_from_lengths([len(part) for part in parts]))
 
     def __len__(self) -> int:
@@ -55,9 +63,7 @@ class Ragged:
 
     def __getitem__(self, image: int) -> Tensor:
         """Return the rows of one image, as a view."""
-        if not -len(self) <= image < len(self):
-            raise IndexError(f"image {image} of a batch of {len(self)}")
-        image %= len(self)
+        image = to_index("image", image, len(self))
         return self.values[int(self.offsets[image]) : int(self.offsets[image + 1])]
 
     def __iter__(self) -> Iterator[Tensor]:

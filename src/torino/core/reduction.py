@@ -11,17 +11,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal, cast, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torino.core.checks import (
+    check_choice,
+    check_tensor,
+    check_type,
+    describe_value,
+    to_grid,
+    to_index,
+    to_integer,
+    to_list,
+)
 from torino.core.errors import BadFile, BadParameter, BadTokens
 from torino.core.explanation import Explanation
 from torino.core.io import read_arrays, write_arrays
 from torino.core.ragged import Ragged, are_valid_offsets, offsets_from_lengths
+from torino.core.sparse import apply_matrix, input_rows
 
 FORMAT = "torino-reduction/1"
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +80,14 @@ class Reduction:
 
     def __post_init__(self) -> None:
         """Check that matrix and labels are consistent."""
+        object.__setattr__(self, "grid", to_grid(self.grid, BadParameter))
+        for name in ("sources", "weights", "offsets", "anchor", "concept", "assigned", "score"):
+            check_tensor(name, getattr(self, name), BadParameter)
+        if self.sources.ndim != 1 or self.offsets.ndim != 1:
+            given = f"{tuple(self.sources.shape)} and {tuple(self.offsets.shape)}"
+            raise BadParameter(f"sources and offsets must have one dimension, got {given}.")
+        check_type("role", self.role, tuple, "a tuple of str")
+        check_type("by", self.by, str, "the name of a method")
         m, n, nnz = len(self), self.patches, len(self.sources)
         shapes = {"weights": (nnz,), "anchor": (m,), "concept": (m,), "score": (m,), "assigned": (n,)}
         for name, shape in shapes.items():
@@ -88,6 +109,8 @@ class Reduction:
         The labels follow from the weights: each token is anchored at the patch with the largest weight and represents
         those of its patches that no earlier token represents.
         """
+        rows, grid = to_list("rows", rows, Mapping, "mappings of patch to weight", BadParameter), to_grid(grid)
+        rows = [{to_integer("A patch", patch): _weight(row[patch]) for patch in row} for row in rows]
         patches = grid[0] * grid[1]
         _check_patches([patch for row in rows for patch in row], patches)
         assigned = [-1] * (patches + 1)
@@ -111,6 +134,7 @@ class Reduction:
     @classmethod
     def identity(cls, grid: tuple[int, int], by: str = "identity") -> Reduction:
         """Keep every patch unchanged."""
+        grid = to_grid(grid)
         every = torch.arange(grid[0] * grid[1])
         return cls.pick(every, grid, by)
 
@@ -129,7 +153,10 @@ class Reduction:
 
         ``assigned`` is the output token that represents each patch. By default a kept patch represents only itself.
         """
-        kept, m = kept.cpu(), len(kept)
+        grid = to_grid(grid)
+        if check_tensor("kept", kept).ndim != 1 or kept.dtype not in INTEGERS:
+            raise BadParameter(f"kept must be integers of shape (M,), got {kept.dtype} of shape {tuple(kept.shape)}.")
+        kept, m = kept.long().cpu(), len(kept)
         _check_patches(kept.tolist(), grid[0] * grid[1])
         if assigned is None:
             assigned = kept.new_full((grid[0] * grid[1] + 1,), -1)
@@ -144,8 +171,8 @@ class Reduction:
             role=(role,) * m,
             grid=grid,
             by=by,
-            assigned=assigned.cpu(),
-            score=torch.full((m,), torch.nan) if score is None else score.detach().float().cpu(),
+            assigned=check_tensor("assigned", assigned).cpu(),
+            score=torch.full((m,), torch.nan) if score is None else check_tensor("score", score).detach().float().cpu(),
         )
 
     def __len__(self) -> int:
@@ -190,7 +217,8 @@ class Reduction:
         >>> Reduction.of([{0: 0.5, 1: 0.5}], grid=(1, 2)).apply(torch.tensor([[2.0], [4.0]]))
         tensor([[3.]])
         """
-        return _apply(self, _input_rows(values, cls, self), self.is_pruning)
+        rows = input_rows(values, cls, self.sources, self.patches)
+        return apply_matrix(self.sources, self.weights, self.offsets, rows, self.is_pruning)
 
     def paint(self, per_token: Tensor, over: Literal["sources", "groups"] = "sources") -> Tensor:
         """Map per-token values of shape (M, ...) back to the patches, shape (N, ...), for visualization.
@@ -198,11 +226,12 @@ class Reduction:
         With ``over="sources"`` a patch gets the mean of the tokens that contain it, weighted by the absolute value of
         its weights. With ``over="groups"`` it gets the value of the token that represents it. Other patches get NaN.
         """
-        if over not in ("sources", "groups"):
-            raise BadParameter(f"over must be 'sources' or 'groups', got {over!r}.")
+        check_choice("over", over, Literal["sources", "groups"])
+        check_tensor("per_token", per_token, BadParameter)
+        if per_token.shape[:1] != (len(self),) or per_token.is_complex():
+            given = len(per_token) if per_token.ndim and not per_token.is_complex() else describe_value(per_token)
+            raise BadParameter(f"paint needs one value for each of the {len(self)} output tokens, got {given}.")
         values = per_token if per_token.is_floating_point() else per_token.float()
-        if len(values) != len(self):
-            raise BadParameter(f"paint needs one value for each of the {len(self)} output tokens, got {len(values)}.")
         values = values.detach().cpu()
         painted = values.new_full((self.patches, *values.shape[1:]), torch.nan)
         if over == "groups":
@@ -223,6 +252,7 @@ class Reduction:
         ``after`` is a reduction of M patches, on a grid such as (1, M). Its anchors are translated to patches of the
         image. A token without a concept inherits the concept of the token it is anchored at.
         """
+        check_type("after", after, Reduction, "a Reduction of the output of this one")
         m, n = len(self), self.patches
         if after.patches != m:
             raise BadParameter(
@@ -262,9 +292,10 @@ class Reduction:
 
         ``names`` maps latents to names, if there are any.
         """
-        if not -len(self) <= token < len(self):
+        if not -len(self) <= (token := to_integer("token", token)) < len(self):
             raise BadParameter(f"token must be between 0 and {len(self) - 1}, got {token}.")
         token %= len(self)
+        check_type("names", names, (Mapping, type(None)), "a mapping of latents to names")
         entries = slice(int(self.offsets[token]), int(self.offsets[token + 1]))
         concept = int(self.concept[token])
         return Explanation(
@@ -311,6 +342,7 @@ class ReductionBatch(Sequence[Reduction]):
     @classmethod
     def of(cls, reductions: Sequence[Reduction]) -> ReductionBatch:
         """Create a batch from the reductions of single images."""
+        reductions = to_list("A batch", reductions, Reduction, "Reductions, one for each image")
         if not reductions:
             raise BadTokens("The list of images is empty. Give at least one image.")
         return cls(tuple(reductions))
@@ -321,7 +353,9 @@ class ReductionBatch(Sequence[Reduction]):
     def __getitem__(self, index: slice) -> tuple[Reduction, ...]: ...
     def __getitem__(self, index: int | slice) -> Reduction | tuple[Reduction, ...]:
         """Return the reduction of an image."""
-        return self.reductions[index]
+        if isinstance(index, slice):
+            return self.reductions[index]
+        return self.reductions[to_index("image", index, len(self))]
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -346,32 +380,36 @@ class ReductionBatch(Sequence[Reduction]):
 
     def apply(self, values: Ragged | Sequence[Tensor], cls: Sequence[Tensor] | None = None) -> Ragged:
         """Reduce the values of all images at once: (ΣN, ...) in, (ΣM, ...) out, without padding."""
-        parts = list(values)
+        parts = list(values) if isinstance(values, Ragged) else to_list("apply", values, Tensor, "tensors")
         if len(parts) != len(self):
             raise BadTokens(f"This batch reduces {len(self)} images, but values of {len(parts)} images were given.")
-        tokens = list(cls) if cls is not None else [None] * len(self)
+        tokens = [None] * len(self) if cls is None else to_list("cls", cls, Tensor, "tensors, one for each image")
         if len(tokens) != len(self):
             raise BadTokens(f"This batch reduces {len(self)} images, but {len(tokens)} CLS tokens were given.")
-        rows = [_input_rows(part, token, red) for part, token, red in zip(parts, tokens, self, strict=True)]
+        rows = [
+            input_rows(part, token, reduction.sources, reduction.patches)
+            for part, token, reduction in zip(parts, tokens, self, strict=True)
+        ]
         pruning = all(reduction.is_pruning for reduction in self)
         if len(rows) == 1:
-            return Ragged(_apply(self[0], rows[0], pruning), offsets_from_lengths(self.lengths.tolist()))
+            return Ragged(self[0].apply(rows[0]), offsets_from_lengths(self.lengths.tolist()))
+        if len({(row.shape[1:], row.device) for row in rows}) > 1:
+            raise BadTokens("The values of all images must have the same width and be on the same device.")
         if isinstance(values, Ragged) and all(row is part for row, part in zip(rows, parts, strict=True)):
             stacked = values.values  # already concatenated
         else:
             stacked = torch.cat(rows)
         matrix = self._block_diagonal([len(row) for row in rows])
-        return Ragged(_apply(matrix, stacked, pruning), offsets_from_lengths(self.lengths.tolist()))
+        return Ragged(apply_matrix(*matrix, stacked, pruning), offsets_from_lengths(self.lengths.tolist()))
 
-    def _block_diagonal(self, heights: Sequence[int]) -> _SparseMatrix:
+    def _block_diagonal(self, heights: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sources, weights and offsets of the matrix of all images."""
         starts = offsets_from_lengths(heights).tolist()
         ends = offsets_from_lengths([len(reduction.sources) for reduction in self]).tolist()
-        return _SparseMatrix(
-            sources=torch.cat([red.sources + start for red, start in zip(self, starts, strict=False)]),
-            weights=torch.cat([red.weights for red in self]),
-            offsets=torch.cat(
-                [self[0].offsets[:1], *[red.offsets[1:] + e for red, e in zip(self, ends, strict=False)]]
-            ),
+        return (
+            torch.cat([red.sources + start for red, start in zip(self, starts, strict=False)]),
+            torch.cat([red.weights for red in self]),
+            torch.cat([self[0].offsets[:1], *[red.offsets[1:] + e for red, e in zip(self, ends, strict=False)]]),
         )
 
     def arrays(self) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -409,13 +447,9 @@ class ReductionBatch(Sequence[Reduction]):
             raise BadFile(f"{path} is damaged: its arrays are inconsistent ({error}). Create it again.") from error
 
 
-@dataclass(frozen=True)
-class _SparseMatrix:
-    """A reduction matrix without labels."""
-
-    sources: Tensor
-    weights: Tensor
-    offsets: Tensor
+def _weight(weight: object) -> float:
+    check_type("A weight", weight, (int, float, np.number), "a number")
+    return float(cast(float, weight))
 
 
 def _check_patches(indices: Sequence[int], patches: int) -> None:
@@ -451,36 +485,3 @@ def _rebuild(arrays: dict[str, Tensor], texts: dict[str, str]) -> list[Reduction
         )
         for i, (rows, columns) in enumerate(grids)
     ]
-
-
-def _input_rows(values: Tensor, cls: Tensor | None, reduction: Reduction) -> Tensor:
-    """Return the input rows of a reduction: N patches, or N + 1 rows with the CLS token last."""
-    if not values.is_floating_point():
-        raise BadTokens(f"apply needs floating-point values, got {values.dtype}. Convert them with .float().")
-    n = reduction.patches
-    reads_cls = bool((reduction.sources == n).any())
-    if len(values) == n and cls is not None and reads_cls:
-        values = torch.cat([values, cls.to(values)[None]])
-    accepted = (n + 1,) if reads_cls else (n, n + 1)
-    if len(values) not in accepted:
-        extra = " and a CLS token (give cls=...)" if reads_cls else ""
-        raise BadTokens(f"This reduction reads {n} patches{extra}, but {len(values)} rows of values were given.")
-    return values
-
-
-def _apply(matrix: Reduction | _SparseMatrix, values: Tensor, pruning: bool) -> Tensor:
-    sources = matrix.sources.to(values.device)
-    if pruning:
-        return values.index_select(0, sources)
-    wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
-    table = wide.flatten(1) if wide.ndim > 1 else wide[:, None]
-    # embedding_bag sums in a fixed order on every device, unlike index_add
-    sums = torch.nn.functional.embedding_bag(
-        sources,
-        table,
-        matrix.offsets.to(values.device),
-        mode="sum",
-        per_sample_weights=matrix.weights.to(table),
-        include_last_offset=True,
-    )
-    return sums.reshape(-1, *values.shape[1:]).to(values.dtype)

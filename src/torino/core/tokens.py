@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torino.core.errors import BadFile, BadTokens, MissingSignal
+from torino.core.checks import (
+    check_fields,
+    check_real,
+    check_tensor,
+    check_type,
+    to_grid,
+    to_integer,
+    to_list,
+)
+from torino.core.errors import BadFile, BadTokens, MissingSignal, TorinoError
 from torino.core.io import read_arrays, write_arrays
 from torino.core.ragged import Ragged
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,12 @@ class Origin:
 
     encoder: str = ""
     block: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the types."""
+        check_type("encoder", self.encoder, str, "the name of the vision encoder")
+        if self.block is not None:
+            object.__setattr__(self, "block", to_integer("block", self.block))
 
     def __str__(self) -> str:
         """Return the names of encoder and block."""
@@ -78,7 +94,9 @@ class VisualTokens:
     def __post_init__(self) -> None:
         """Check shapes, types and values."""
         check_matrix(self.patches, "patches")
-        rows, columns = _check_grid(self.grid)
+        rows, columns = to_grid(self.grid)
+        object.__setattr__(self, "grid", (rows, columns))
+        check_type("origin", self.origin, Origin, "an Origin(encoder, block)")
         count, width = self.patches.shape
         if rows < 1 or columns < 1 or rows * columns != count:
             raise BadTokens(
@@ -90,15 +108,17 @@ class VisualTokens:
             if signal is None:
                 continue
             expected = " x ".join("any" if size is None else str(size) for size in shape)
-            if not isinstance(signal, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not type-check
-                raise BadTokens(f"{name} must be a Tensor of shape ({expected}), got {type(signal).__name__}.")
+            check_real(name, check_tensor(name, signal), NUMBERS)
             if not _has_shape(signal, shape):
                 raise BadTokens(f"{name} must have shape ({expected}), got {tuple(signal.shape)}.")
             if not bool(torch.isfinite(signal).all()):
                 raise BadTokens(f"{name} contains NaN or infinite values. Run the encoder in float32 or bfloat16.")
+        check_type("signals", self.signals, Mapping, "a mapping of names to tensors")
+        for name, signal in self.signals.items():
+            check_tensor(f"signals[{name!r}]", signal)
 
     @classmethod
-    def of(cls, patches: Tensor, grid: tuple[int, int] | None = None, **others: Any) -> VisualTokens:
+    def of(cls, /, patches: Tensor, grid: tuple[int, int] | None = None, **others: Any) -> VisualTokens:
         """Create tokens from patches; the grid is square unless ``grid`` is given."""
         if grid is None:
             check_matrix(patches, "patches")
@@ -109,6 +129,7 @@ class VisualTokens:
                     "If the first token is the CLS token, pass it as cls= instead."
                 )
             grid = (side, side)
+        check_fields("VisualTokens", others, [item.name for item in fields(cls)])
         return cls(patches, grid, **others)
 
     def __len__(self) -> int:
@@ -127,11 +148,14 @@ class VisualTokens:
 
     def with_(self, **changes: Any) -> VisualTokens:
         """Return a copy with some fields replaced."""
+        check_fields("VisualTokens", changes, [item.name for item in fields(self)])
         return replace(self, **changes)
 
     def signal(self, name: str, wanted_by: str) -> Tensor:
         """Return a signal by name; raise :class:`MissingSignal` with the name of the method ``wanted_by``."""
-        value: Tensor | None = self.signals.get(name, getattr(self, name, None))
+        check_type("name", name, str, "the name of a signal")
+        known = name in ("patches", "cls", "cls_attention", "keys")
+        value: Tensor | None = self.signals.get(name, getattr(self, name) if known else None)
         if value is None:
             argument = f"{name}=..." if name in ("cls", "cls_attention", "keys") else f"signals={{{name!r}: ...}}"
             raise MissingSignal(
@@ -141,13 +165,23 @@ class VisualTokens:
         return value
 
 
+def check_images(images: Sequence[VisualTokens], name: str = "plan_batch") -> list[VisualTokens]:
+    """Return the images as a list; raise :class:`BadTokens` unless it is a list of at least one VisualTokens."""
+    found: list[VisualTokens] = to_list(name, images, VisualTokens, "VisualTokens, one for each image")
+    if not found:
+        raise BadTokens("The list of images is empty. Give at least one image.")
+    return found
+
+
 def ragged_patches(images: Sequence[VisualTokens]) -> Ragged:
     """Concatenate the patches of several images; a single image is not copied."""
-    if not images:
-        raise BadTokens("The list of images is empty. Give at least one image.")
+    images = check_images(images, "A batch")
     widths = {image.width for image in images}
     if len(widths) > 1:
         raise BadTokens(f"All images of a batch must have tokens of the same width, got widths {sorted(widths)}.")
+    devices = {str(image.patches.device) for image in images}
+    if len(devices) > 1:
+        raise BadTokens(f"All images of a batch must be on the same device, got {', '.join(sorted(devices))}.")
     return Ragged.of([image.patches for image in images])
 
 
@@ -156,6 +190,7 @@ def save_tokens(images: Sequence[VisualTokens], path: str | Path) -> Path:
 
     The file contains ``patches`` (of all images, concatenated), ``grids`` (images, 2), and the origin as metadata.
     """
+    images = check_images(images, "save_tokens")
     packed = ragged_patches(images)
     origins = {image.origin for image in images}
     if len(origins) > 1:
@@ -203,23 +238,29 @@ def load_tokens(path: str | Path) -> list[VisualTokens]:
     return [VisualTokens.of(part, grids[i] if grids else None, origin=origin) for i, part in enumerate(parts)]
 
 
-def check_matrix(values: Tensor, name: str) -> None:
-    """Raise :class:`BadTokens` unless ``values`` is a non-empty, finite, floating-point matrix."""
-    if not isinstance(values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not type-check
-        raise BadTokens(f"{name} must be a torch Tensor, got {type(values).__name__}. Use torch.as_tensor(...).")
+def check_matrix(
+    values: Tensor,
+    name: str,
+    *,
+    shape: str = "(N, D)",
+    wrong_shape: str = "Give one image at a time.",
+    not_finite: str = "The encoder may have overflowed in half precision: run it in float32 or bfloat16.",
+    error: type[TorinoError] = BadTokens,
+) -> None:
+    """Raise an error unless ``values`` is a non-empty, finite, floating-point matrix.
+
+    ``wrong_shape`` and ``not_finite`` are the advice in the messages, by default for the tokens of an image.
+    """
+    check_tensor(name, values, error)
     if values.ndim != 2:
-        raise BadTokens(f"{name} must have shape (N, D), got {tuple(values.shape)}. Give one image at a time.")
+        raise error(f"{name} must have shape {shape}, got {tuple(values.shape)}. {wrong_shape}".rstrip())
     if 0 in values.shape:
-        raise BadTokens(f"{name} is empty: its shape is {tuple(values.shape)}. Give at least one row and one column.")
-    if values.dtype not in FLOATS:
-        raise BadTokens(f"{name} must be floating point, got {values.dtype}. Convert it with .float().")
+        raise error(f"{name} is empty: its shape is {tuple(values.shape)}. Give at least one row and one column.")
+    check_real(name, values, FLOATS, error)
     finite = torch.isfinite(values.float() if values.dtype == torch.float64 else values)  # computations use float32
     if not bool(finite.all()):
         bad = int((~finite).any(dim=1).nonzero()[0])
-        raise BadTokens(
-            f"{name} contains NaN or infinite values, first in row {bad}. "
-            "The encoder may have overflowed in half precision: run it in float32 or bfloat16."
-        )
+        raise error(f"{name} contains NaN or infinite values, first in row {bad}. {not_finite}")
 
 
 def _read_grids(grids: Tensor | None, path: str | Path) -> list[tuple[int, int]] | None:
@@ -232,13 +273,6 @@ def _read_grids(grids: Tensor | None, path: str | Path) -> list[tuple[int, int]]
             f"'grids' in {path} must be integers of shape (images, 2), got {grids.dtype} of shape {tuple(grids.shape)}."
         )
     return [(int(rows), int(columns)) for rows, columns in grids.tolist()]
-
-
-def _check_grid(grid: Any) -> tuple[int, int]:
-    """Return rows and columns; raise :class:`BadTokens` unless ``grid`` is a pair of integers."""
-    if not isinstance(grid, tuple | list) or len(grid) != 2 or not all(type(size) is int for size in grid):
-        raise BadTokens(f"grid must be a pair of integers (rows, columns), got {grid!r}.")
-    return grid[0], grid[1]
 
 
 def _has_shape(value: Tensor, shape: tuple[int | None, ...]) -> bool:

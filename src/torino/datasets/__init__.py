@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from torino.core.checks import expand_path, to_integer, to_path
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import read_json
 from torino.datasets.base import (
@@ -61,8 +62,9 @@ def open_photos(source: str | os.PathLike[str], *, limit: int | None = None) -> 
     BadFile, Unreachable
         If the source does not exist, cannot be read, or contains no images.
     """
-    if limit is not None and limit < 1:
+    if limit is not None and (limit := to_integer("limit", limit)) < 1:
         raise BadParameter(f"limit must be at least 1, got {limit}.")
+    to_path(source, "The source of photos")
     photos = _open(os.fspath(source), limit)
     if not len(photos):
         raise BadFile(f"There are no photos in {os.fspath(source)}: it is empty. {ACCEPTED}.")
@@ -72,7 +74,7 @@ def open_photos(source: str | os.PathLike[str], *, limit: int | None = None) -> 
 def _open(text: str, limit: int | None) -> Photos:
     if text.startswith("hf:"):
         return open_hub(text, limit)
-    path = Path(text).expanduser()
+    path = expand_path(text)
     try:
         if path.is_dir():
             os.scandir(path).close()  # so that an error names this folder

@@ -8,12 +8,13 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torino.core.errors import BadFile, BadParameter
+from torino.core.checks import check_choice, check_type
+from torino.core.errors import BadFile
 from torino.core.extras import optional_import
 
 with optional_import("Reading images needs", "torino[vlm]"):
@@ -100,8 +101,8 @@ def prepare(image: Image.Image, padding: Padding = "crop", color: tuple[int, int
     color : (int, int, int), optional
         Color of the padding, see :func:`pad_square`.
     """
-    if padding not in get_args(Padding):
-        raise BadParameter(f"padding must be 'crop' or 'square', got {padding!r}.")
+    check_type("image", image, Image.Image, "a PIL image; open_image reads files")
+    check_choice("padding", padding, Padding, "'crop' or 'square'")
     width, height = image.size
     if padding == "square":
         if max(width, height) ** 2 > MAX_PIXELS:
@@ -185,14 +186,17 @@ def _open(source: str | os.PathLike[str] | bytes, name: str) -> Image.Image:
 def _check_path(text: str, name: str) -> Path:
     if _URL.match(text):
         raise BadFile(f"{name} is a URL, and torino does not download images. Download it and give the file.")
-    path = Path(text).expanduser()
     try:
+        path = Path(text).expanduser()
         if path.is_dir():
             raise BadFile(f"{name} is a folder. Give one image in it.")
         if not path.is_file():
             raise BadFile(f"There is no file {name}. Give the path of an image.")
-    except OSError as error:  # for example a name that is too long
-        raise BadFile(f"Cannot read {name}: {error.strerror or error}. Give the path of an image.") from error
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, ~ of no user, or a NUL character
+        if isinstance(error, BadFile):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise BadFile(f"Cannot read {name}: {reason}. Give the path of an image.") from error
     return path
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torino.core.checks import check_type, to_integer, to_number
 from torino.core.checksum import encode_record, split_record
 from torino.core.errors import BadFile, BadParameter, Unreachable
 from torino.core.extras import optional_import
@@ -126,6 +127,11 @@ class Judge:
 
     def __post_init__(self) -> None:
         """Validate the parameters and read the cached grades."""
+        for name in ("url", "model", "api_key", "prompt"):
+            check_type(name, getattr(self, name), str, "text")
+        self.max_retries = to_integer("max_retries", self.max_retries)
+        self.concurrency = to_integer("concurrency", self.concurrency)
+        self.timeout = to_number("timeout", self.timeout)
         if not self.url.startswith(("http://", "https://")):
             raise BadParameter(f"The judge's address must begin with http:// or https://, got {self.url!r}.")
         missing = [name for name in ("question", "answer", "prediction") if f"{{{name}}}" not in self.prompt]

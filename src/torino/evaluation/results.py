@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from torino.core.checks import expand_path
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import read_json
 from torino.evaluation.judge import Grader
@@ -114,8 +116,8 @@ class Run:
 
 def open_run(folder: str | Path) -> Run:
     """Open a run folder."""
-    folder = Path(folder).expanduser()
-    if not (folder / RUN).is_file():
+    folder = expand_path(folder, "The run")
+    if not os.path.isfile(folder / RUN):  # noqa: PTH113 (Path raises for odd names)
         raise BadFile(f"{folder} is not a run: it has no {RUN}. Give a folder written by torino eval.")
     metadata = read_json(folder / RUN)
     if metadata.get("format") != FORMAT:

@@ -8,6 +8,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from torino.core.checks import expand_path, to_grid, to_integer, to_list
 from torino.core.concepts import CachedEncoder
 from torino.core.errors import BadParameter, TorinoError
 from torino.core.io import read_json, write_json
@@ -55,6 +58,16 @@ class RunPlan:
     fixed: Sequence[int] = protocol.FIXED_BUDGETS
     seeds: int = 3
     matched: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the types."""
+        to_list("methods", self.methods, str, "names of methods", BadParameter)
+        to_list("specs", self.specs, str, "methods with options", BadParameter)
+        pairs = to_list("dynamic", self.dynamic, (list, tuple), "pairs (k, delta)", BadParameter)
+        object.__setattr__(self, "dynamic", tuple(to_grid(pair, BadParameter, "dynamic") for pair in pairs))
+        budgets = to_list("fixed", self.fixed, (int, np.integer), "budgets", BadParameter)
+        object.__setattr__(self, "fixed", tuple(to_integer("fixed", budget) for budget in budgets))
+        object.__setattr__(self, "seeds", to_integer("seeds", self.seeds))
 
     def first_settings(self, saes: Sequence[str]) -> list[Setting]:
         """Return the settings that need no other result: all tokens, dynamic TORINO, fixed tiers and specs."""
@@ -159,7 +172,7 @@ def evaluate(
     progress : callable, optional
         Called with a phase, the number of its answers so far, and the number there will be.
     """
-    folder = Path(folder).expanduser()
+    folder = expand_path(folder, "The folder of the run")
     part, parts = shard
     if not 0 <= part < parts:
         raise BadParameter(f"shard must be i of n with i from 0 to n - 1, got {part} of {parts}.")

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
+from torino.core.checks import check_type, expand_path
 from torino.core.checksum import split_record
 from torino.core.errors import BadFile, BadParameter, UnknownName, unknown_name
 from torino.core.prompt_styles import PromptStyle
@@ -281,8 +282,9 @@ def open_task(
 
 def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
     """Return the file of a task; raise :class:`BadFile` or ``UnknownName`` if there is none."""
+    check_type("The task", name, (str, os.PathLike), "a name or path")
     path = Path(name)
-    if path.suffix in (".tsv", ".jsonl") and path.is_file():
+    if path.suffix in (".tsv", ".jsonl") and os.path.isfile(path):  # noqa: PTH113 (Path raises for odd names)
         return path
     root = data_folder(folder)
     text = str(name)
@@ -291,7 +293,7 @@ def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
     for stem in dict.fromkeys(stems):
         for ending in ("", ".tsv", "_local.tsv", ".jsonl"):
             candidate = root / f"{stem}{ending}"
-            if candidate.is_file() and candidate.suffix in (".tsv", ".jsonl"):
+            if candidate.suffix in (".tsv", ".jsonl") and os.path.isfile(candidate):  # noqa: PTH113
                 return candidate
     files = sorted(file.name for file in root.glob("*.tsv")) + sorted(file.name for file in root.glob("*.jsonl"))
     contents = f"it contains {', '.join(files)}" if files else "it contains no .tsv and no .jsonl file"
@@ -303,13 +305,13 @@ def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
     if path.suffix in (".tsv", ".jsonl"):
         raise BadFile(f"There is no file {path}, and none with that name in {root}: {contents}.")
     error = unknown_name("task", text, [*all_benchmarks(), *(Path(file).stem for file in files)])
-    message = str(error).removesuffix(" Run 'torino list' to see all names.")
-    raise UnknownName(f"{message} Searched {root}: {contents}.")
+    raise UnknownName(f"{error} Searched {root}: {contents}.")
 
 
 def data_folder(folder: str | Path | None = None) -> Path:
     """Return the folder of the TSV files: ``folder``, else the environment's ``LMUData``, else ``~/LMUData``."""
-    return Path(folder or os.environ.get("LMUData") or Path.home() / "LMUData")  # noqa: SIM112 (VLMEvalKit's spelling)
+    given = folder or os.environ.get("LMUData") or "~/LMUData"  # noqa: SIM112 (VLMEvalKit's spelling)
+    return expand_path(given, "The folder of the tasks")
 
 
 def read_answers(path: str | Path) -> list[dict[str, Any]]:

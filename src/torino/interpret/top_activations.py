@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from torino.core.checks import check_type, describe_value, to_integer
 from torino.core.errors import BadFile, BadParameter, BadTokens
 from torino.core.io import read_arrays, write_arrays
 from torino.core.tokens import VisualTokens
@@ -274,6 +275,10 @@ def collect_top_activations(
     """
     if pool not in get_args(Pool):
         raise BadParameter(f"pool must be 'mean' or 'max', got {pool!r}.")
+    check_type("sae", sae, SAE, "an SAE")
+    if not hasattr(photos, "read") or not hasattr(photos, "metadata"):
+        raise BadParameter(f"photos must be a PhotoReader, got {describe_value(photos)}.")
+    keep, batch = to_integer("keep", keep), to_integer("batch", batch)
     if keep < 1 or batch < 1:
         raise BadParameter(f"keep and batch must be at least 1, got {keep} and {batch}.")
     if len(photos) <= keep:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any, get_args
-
 import torch
 from torch import Tensor
 
+from torino.core.checks import check_choice as check_choice
+from torino.core.checks import describe_value, to_integer, to_number
 from torino.core.concepts import ConceptEncoder
 from torino.core.errors import BadParameter, BadTokens, UnmetBudget
 from torino.core.tokens import VisualTokens
@@ -15,38 +14,29 @@ from torino.core.tokens import VisualTokens
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
     """Raise BadParameter unless the value is a whole number of at least ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise BadParameter(f"{name} must be a whole number of at least {minimum}, got {value!r}.")
+    to_integer(name, value, minimum)
 
 
 def check_number(name: str, value: object, minimum: float = 0.0) -> None:
     """Raise BadParameter unless the value is a finite number of at least ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= sys.float_info.max:
-        raise BadParameter(f"{name} must be a finite number of at least {minimum:g}, got {value!r}.")
+    to_number(name, value, minimum)
 
 
 def check_integer(name: str, value: object) -> None:
     """Raise BadParameter unless the value is an integer."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadParameter(f"{name} must be a whole number, got {value!r}.")
-
-
-def check_choice(name: str, value: object, choices: Any) -> None:
-    """Raise BadParameter unless the value is one of a ``Literal``."""
-    if value not in get_args(choices):
-        raise BadParameter(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}.")
+    to_integer(name, value)
 
 
 def check_flag(name: str, value: object) -> None:
     """Raise BadParameter unless the value is True or False."""
     if not isinstance(value, bool):
-        raise BadParameter(f"{name} must be True or False, got {value!r}.")
+        raise BadParameter(f"{name} must be True or False, got {describe_value(value)}.")
 
 
 def check_encoder(value: object) -> None:
     """Raise BadParameter unless the value is a concept encoder (an instance, not a class)."""
     if isinstance(value, type) or not isinstance(value, ConceptEncoder):
-        raise BadParameter(f"sae must be an SAE or RawEmbedding(), got {value!r:.60}.")
+        raise BadParameter(f"sae must be an SAE or RawEmbedding(), got {describe_value(value)}.")
 
 
 def check_finite(values: Tensor, label: str) -> None:

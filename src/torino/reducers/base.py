@@ -11,10 +11,13 @@ from functools import wraps
 from inspect import getdoc
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
+import numpy as np
+
+from torino.core.checks import check_type, describe_value, to_grid
 from torino.core.errors import BadParameter, BadTokens, unknown_name
 from torino.core.plugins import load_plugins
 from torino.core.reduction import Reduction, ReductionBatch
-from torino.core.tokens import VisualTokens
+from torino.core.tokens import VisualTokens, check_images
 
 PositionMode = Literal["compact", "original"]
 Order = Literal["raster", "native"]
@@ -58,11 +61,22 @@ class Reducer(ABC):
     """License of the authors' code, which is not used here."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Wrap ``plan`` of every subclass so that it checks the type of its argument."""
+        """Wrap methods of every subclass: planning checks its argument, and hyperparameters may be numpy scalars."""
         super().__init_subclass__(**options)
-        plan = cls.__dict__.get("plan")
-        if plan is not None and not getattr(plan, "__isabstractmethod__", False):
-            type.__setattr__(cls, "plan", _with_type_check(plan))
+        wrappers: dict[str, Callable[[Any], Any]] = {
+            "plan": _with_type_check,
+            "plan_batch": _with_batch_check,
+            "plan_views": _with_views_check,
+            "__post_init__": _with_plain_numbers,
+        }
+        for name, wrap in wrappers.items():
+            method = cls.__dict__.get(name)
+            if method is not None and not getattr(method, "__isabstractmethod__", False):
+                type.__setattr__(cls, name, wrap(method))
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters; subclasses override it."""
+        _use_plain_numbers(self)
 
     @abstractmethod
     def plan(self, tokens: VisualTokens) -> Reduction:
@@ -70,7 +84,7 @@ class Reducer(ABC):
 
     def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
         """Plan several images. By default each image is planned independently."""
-        return ReductionBatch.of([self.plan(tokens) for tokens in images])
+        return ReductionBatch.of([self.plan(tokens) for tokens in check_images(images)])
 
     def plan_views(
         self, base: VisualTokens, tiles: Sequence[VisualTokens | None], layout: tuple[int, int]
@@ -92,6 +106,7 @@ class Reducer(ABC):
             Reduction of the base view, followed by those of the tiles that are not None. Some of them, but not all,
             may keep no token.
         """
+        _check_views(base, tiles, layout)
         return self.plan_batch([base, *(tile for tile in tiles if tile is not None)])
 
     @property
@@ -142,14 +157,62 @@ def _with_type_check(plan: Callable[[Any, VisualTokens], Reduction]) -> Callable
     return checked_plan
 
 
+def _with_batch_check(plan_batch: Callable[..., ReductionBatch]) -> Callable[..., ReductionBatch]:
+    @wraps(plan_batch)
+    def checked_plan_batch(self: Any, images: Sequence[VisualTokens]) -> ReductionBatch:
+        return plan_batch(self, check_images(images))
+
+    return checked_plan_batch
+
+
+def _with_views_check(plan_views: Callable[..., ReductionBatch]) -> Callable[..., ReductionBatch]:
+    @wraps(plan_views)
+    def checked_plan_views(
+        self: Any, base: VisualTokens, tiles: Sequence[VisualTokens | None], layout: tuple[int, int]
+    ) -> ReductionBatch:
+        _check_views(base, tiles, layout)
+        return plan_views(self, base, tiles, layout)
+
+    return checked_plan_views
+
+
+def _check_views(base: VisualTokens, tiles: Sequence[VisualTokens | None], layout: tuple[int, int]) -> None:
+    check_type("base", base, VisualTokens, "the VisualTokens of the whole image")
+    check_type("tiles", tiles, (list, tuple), "a list of VisualTokens, with None for an empty tile")
+    for tile in tiles:
+        check_type("tiles", tile, (VisualTokens, type(None)), "a list of VisualTokens, with None for an empty tile")
+    to_grid(layout, BadParameter, "layout")
+
+
+def _with_plain_numbers(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(post_init)
+    def plain_post_init(self: Any) -> None:
+        _use_plain_numbers(self)
+        post_init(self)
+
+    return plain_post_init
+
+
+def _use_plain_numbers(reducer: Reducer) -> None:
+    """Replace numpy scalars among the hyperparameters by Python's: a spec could not be parsed otherwise."""
+    for field in _fields(reducer):
+        value = getattr(reducer, field.name)
+        if isinstance(value, np.generic):
+            object.__setattr__(reducer, field.name, value.item())
+
+
 ReducerClass = TypeVar("ReducerClass", bound=type[Reducer])
 _registry: dict[str, type[Reducer]] = {}
 
 
 def register(name: str) -> Callable[[ReducerClass], ReducerClass]:
     """Return a class decorator that registers a reducer under a unique name."""
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadParameter(f"The name of a reducer has letters, digits, '.', '_' and '-', got {describe_value(name)}.")
 
     def add(cls: ReducerClass) -> ReducerClass:
+        if not isinstance(cls, type) or not issubclass(cls, Reducer):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadParameter(f"register decorates a subclass of Reducer, got {describe_value(cls)}.")
         known = _registry.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise BadParameter(f"The reducer name {name!r} is already registered by {known.__qualname__}.")
@@ -169,8 +232,9 @@ def list_reducers() -> list[str]:
 
 def get(name: str) -> type[Reducer]:
     """Return the class of a registered reducer."""
+    check_type("The reducer", name, str, "a name such as 'torino-m'")
     if name not in _registry and name not in list_reducers():
-        raise unknown_name("reducer", name, list_reducers())
+        raise unknown_name("reducer", name, list_reducers(), "torino list")
     return _registry[name]
 
 
@@ -183,6 +247,7 @@ def make(spec: str, **parameters: Any) -> Reducer:
     >>> make("torino-m(k=3, delta=2)", sae=RawEmbedding())
     torino-m(k=3, delta=2)
     """
+    check_type("The reducer", spec, str, "a name or spec such as 'torino-m' or 'torino-m(k=3)'")
     name, values = parse_spec(spec)
     cls = get(name)
     values |= parameters

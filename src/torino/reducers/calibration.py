@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torino.core.checks import check_type, to_integer
 from torino.core.concepts import ConceptEncoder, Rank
 from torino.core.errors import BadParameter
 from torino.core.grouping import Silent, group_by_overlap
-from torino.core.tokens import VisualTokens, ragged_patches
+from torino.core.tokens import VisualTokens, check_images, ragged_patches
+from torino.reducers._checks import check_encoder
 from torino.reducers.torino_x import TIE, TorinoX
 
 
@@ -64,6 +67,7 @@ def calibrate(
     max_k: int = 6,
     silent: Silent = "group",
     rank: Rank = "activation",
+    progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
     """Find the (k, δ) with which TORINO keeps ``target`` tokens on average over some images.
 
@@ -79,9 +83,11 @@ def calibrate(
     sae : ConceptEncoder
         The SAE that will be used.
     max_k : int
-        Largest k to try.
+        Largest k to try; the number of settings grows with its square.
     silent, rank
         As for ``torino-m``.
+    progress : callable, optional
+        Called after each setting with the number of settings tried and their total.
 
     Examples
     --------
@@ -91,19 +97,24 @@ def calibrate(
     >>> calibration.k, calibration.delta, calibration.counts
     (1, 1, tensor([3]))
     """
-    _check_target(target)
-    if max_k < 1:
+    target = _check_target(target)
+    if (max_k := to_integer("max_k", max_k)) < 1:
         raise BadParameter(f"max_k must be at least 1, got {max_k}.")
+    check_encoder(sae)
+    tokens = check_images(tokens, "calibrate")
     packed = ragged_patches(tokens)
     for image in tokens:
         sae.check_origin(image.origin, image.width)
     max_k = min(max_k, int(getattr(sae, "latents", packed.values.shape[1])))
     concepts = sae.top(packed.values, max_k, rank=rank)
-    table = {
-        (k, delta): group_by_overlap(concepts.first(k), delta, silent=silent, offsets=packed.offsets).counts
-        for k in range(1, max_k + 1)
-        for delta in range(1, k + 1)
-    }
+    table: dict[tuple[int, int], Tensor] = {}
+    total = max_k * (max_k + 1) // 2
+    for k in range(1, max_k + 1):
+        first = concepts.first(k)
+        for delta in range(1, k + 1):
+            table[k, delta] = group_by_overlap(first, delta, silent=silent, offsets=packed.offsets).counts
+            if progress is not None:
+                progress(len(table), total)
     k, delta = min(table, key=lambda setting: (abs(float(table[setting].double().mean()) - target), setting))
     return Calibration(k, delta, float(target), table[k, delta], table)
 
@@ -153,7 +164,9 @@ def calibrate_cover(tokens: Sequence[VisualTokens], target: float, *, reducer: T
     >>> calibrate_cover([image], target=3, reducer=TorinoX(RawEmbedding(), concepts=1)).counts
     tensor([3])
     """
-    _check_target(target)
+    target = _check_target(target)
+    tokens = check_images(tokens, "calibrate_cover")
+    check_type("reducer", reducer, TorinoX, "a torino-x reducer; calibrate() is for torino-p and torino-m")
     gains = [torch.from_numpy(values[1:]).double() for values in reducer.gains(tokens)]  # the first is always kept
     descending = torch.cat(gains).sort(descending=True).values
     # candidate thresholds: above all gains, between two consecutive gains, and 0
@@ -167,6 +180,8 @@ def calibrate_cover(tokens: Sequence[VisualTokens], target: float, *, reducer: T
     return CoverCalibration(min_gain, float(target), counts)
 
 
-def _check_target(target: float) -> None:
+def _check_target(target: float) -> float:
+    check_type("target", target, (int, float, np.number), "a number of tokens")
     if not 1 <= target < float("inf"):
         raise BadParameter(f"target must be at least 1 token per image, got {target}.")
+    return float(target)

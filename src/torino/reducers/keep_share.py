@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from torino.core.checks import check_type, to_number
 from torino.core.errors import BadParameter
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
@@ -45,9 +46,10 @@ class KeepShare(Reducer):
 
     def __post_init__(self) -> None:
         """Raise BadParameter if the reducer has no budget or the share is out of range."""
+        check_type("inner", self.inner, Reducer, "a reducer with a budget")
         if not is_dataclass(self.inner) or "budget" not in {field.name for field in fields(self.inner)}:
             raise BadParameter(f"{self.inner.name} takes no budget, so it cannot keep a share of the tokens.")
-        if not 0 < self.share <= 1:
+        if not 0 < to_number("share", self.share) <= 1:
             raise BadParameter(f"share must be above 0 and at most 1, got {self.share}.")
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from torino.core.checks import check_type, to_integer
+
 
 @dataclass(frozen=True)
 class SAECard:
@@ -30,8 +32,17 @@ class SAECard:
     license: str = ""
     notes: str = ""
 
+    def __post_init__(self) -> None:
+        """Check the types."""
+        for item in fields(self):
+            if item.name != "block":
+                check_type(item.name, getattr(self, item.name), str, "text")
+        if self.block is not None:
+            object.__setattr__(self, "block", to_integer("block", self.block))
+
     @classmethod
     def of(cls, values: dict[str, Any]) -> SAECard:
         """Create a card from a JSON object; unknown fields are ignored."""
+        check_type("values", values, dict, "a JSON object")
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})

@@ -6,15 +6,16 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from torino.core.checks import check_choice, check_fields, check_tensor, check_type, to_integer, to_number
 from torino.core.concepts import Concepts, Rank
-from torino.core.errors import BadFile, BadParameter, SAEMismatch
+from torino.core.device import resolve_device
+from torino.core.errors import BadFile, BadParameter, BadTokens, SAEMismatch
 from torino.core.tokens import Origin, check_matrix
 from torino.core.topk.exact import SILENT, exact_topk, largest_row_norm, stable_topk
 from torino.core.topk.prefilter import Prefilter, PrefilterCache, SearchStats, delete_cached, prefiltered_topk
@@ -89,13 +90,16 @@ class SAE(nn.Module):
         card: SAECard | None = None,
     ) -> None:
         super().__init__()
-        check_matrix(W_enc, "W_enc")
+        _check_weights("W_enc", W_enc)
         latents, width = W_enc.shape
-        self.kind: Kind = _check_choice("kind", kind, Kind)
-        self.normalize: Normalize = _check_choice("normalize", normalize, Normalize)
+        self.kind: Kind = check_choice("kind", kind, Kind)
+        self.normalize: Normalize = check_choice("normalize", normalize, Normalize)
+        check_type("center", center, bool, "True or False")
+        check_type("card", card, (SAECard, type(None)), "an SAECard")
         self.k, self.center, self.card = validate_k(k, latents), center, card or SAECard()
         self.names: dict[int, str] = {}
-        self.groups = tuple(int(size) for size in groups) if groups is not None else (latents,)
+        check_type("groups", groups, (tuple, list, type(None)), "a list of integers")
+        self.groups = tuple(to_integer("groups", size) for size in groups) if groups is not None else (latents,)
         if sum(self.groups) != latents or min(self.groups) < 1:
             raise BadParameter(
                 f"groups must be positive and add up to {latents}, the number of latents; got {self.groups}."
@@ -105,10 +109,10 @@ class SAE(nn.Module):
         self.register_buffer("W_enc", _freeze(W_enc))
         self.register_buffer("b_enc", _vector("b_enc", b_enc, latents, W_enc))
         self.register_buffer("b_dec", _vector("b_dec", b_dec, width, W_enc))
-        if W_dec is not None and W_dec.shape != W_enc.shape:
+        if W_dec is not None and check_tensor("W_dec", W_dec, BadParameter).shape != W_enc.shape:
             raise BadParameter(f"W_dec must have the shape of W_enc, {tuple(W_enc.shape)}, got {tuple(W_dec.shape)}.")
         if W_dec is not None:
-            check_matrix(W_dec, "W_dec")
+            _check_weights("W_dec", W_dec)
         self.register_buffer("W_dec", None if W_dec is None else _freeze(W_dec))
         self.register_buffer("threshold", self._check_threshold(threshold))
         self._norm: tuple[weakref.ref[Tensor], tuple[int, int, float], float] | None = None
@@ -128,7 +132,12 @@ class SAE(nn.Module):
             )
         if self.kind in ("relu", "topk"):
             return None  # files of topk SAEs contain one for another encoding, which is batchtopk
-        value = torch.as_tensor(-1.0 if threshold is None else threshold).detach().float().to(self.W_enc.device)
+        if not isinstance(threshold, Tensor):
+            threshold = to_number("threshold", -1.0 if threshold is None else threshold)
+        value = torch.as_tensor(threshold)
+        if check_tensor("threshold", value, BadParameter).is_complex():
+            raise BadParameter(f"threshold must be real, got {value.dtype}.")
+        value = value.detach().float().to(self.W_enc.device)
         if value.numel() == 1:
             value = value.reshape(())
         elif value.shape != (self.latents,):
@@ -176,6 +185,7 @@ class SAE(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Return all latents, shape (..., C). For the top k only, :meth:`top` needs far less memory."""
+        self._check_input("x", x, self.width)
         with torch.autocast(x.device.type, enabled=False):  # rounding could change which latents are active
             v, _, _ = self._preprocess(x)
             z = torch.relu(v @ self.W_enc.T + self.b_enc)
@@ -187,17 +197,21 @@ class SAE(nn.Module):
 
     def decode(self, z: Tensor) -> Tensor:
         """Return the tokens decoded from latents ``z`` of shape (..., C), in the space after ``normalize``."""
+        self._check_input("z", z, self.latents)
         with torch.autocast(z.device.type, enabled=False):
             return z @ self._decoder() + self.b_dec
 
     def decoder_projection(self, x: Tensor, latent: int) -> Tensor:
         """Return the inner products of tokens (..., D) with the decoder row of a latent, after ``normalize``."""
+        self._check_input("x", x, self.width)
+        latent = to_integer("latent", latent, 0, self.latents - 1)
         with torch.autocast(x.device.type, enabled=False):
             v, _, _ = self._preprocess(x)
             return (v if self.center else v - self.b_dec) @ self._decoder()[latent]
 
     def reconstruct(self, x: Tensor) -> Tensor:
         """Encode, decode and reverse the normalization, shape (..., D)."""
+        self._check_input("x", x, self.width)
         _, shift, scale = self._preprocess(x)
         return self.decode(self.encode(x)) * scale + shift
 
@@ -231,13 +245,13 @@ class SAE(nn.Module):
         stats : list of SearchStats, optional
             Statistics of the prefilter are appended; nothing is appended if it is not used.
         """
-        _check_choice("rank", rank, Rank)
-        mode: Prefilter = _check_choice("prefilter", self.prefilter if prefilter is None else prefilter, Prefilter)
-        if not 1 <= k <= self.latents:
-            raise BadParameter(f"k must be between 1 and {self.latents}, the number of latents; got {k}.")
-        if chunk is not None and chunk < 1:
-            raise BadParameter(f"chunk must be at least 1, got {chunk}.")
+        check_choice("rank", rank, Rank)
+        mode: Prefilter = check_choice("prefilter", self.prefilter if prefilter is None else prefilter, Prefilter)
+        k = to_integer("k", k, 1, self.latents, ", the number of latents")
+        chunk = None if chunk is None else to_integer("chunk", chunk, 1)
+        check_type("stats", stats, (list, type(None)), "a list to append to")
         check_matrix(x, "tokens")
+        self._check_device("tokens", x)
         gated = rank == "activation"
         keep = min(k, self.k) if gated and self.kind == "topk" and self.k else k
         floor = self.threshold if gated and self.threshold is not None else self.W_enc.new_zeros(())
@@ -253,6 +267,20 @@ class SAE(nn.Module):
             indices = nn.functional.pad(indices, (0, k - keep), value=SILENT)
             values = nn.functional.pad(values, (0, k - keep))
         return Concepts(indices, values, values[:, 0])
+
+    def _check_input(self, name: str, x: Tensor, width: int) -> None:
+        """Raise BadTokens unless ``x`` is a real tensor of shape (..., width) on the device of the SAE."""
+        if check_tensor(name, x).ndim < 1 or x.is_complex():
+            raise BadTokens(f"{name} must be real, of shape (..., {width}), got {x.dtype} of shape {tuple(x.shape)}.")
+        if x.shape[-1] != width and width == self.latents:
+            raise BadTokens(f"{name} must have shape (..., {width}), one value per latent, got {tuple(x.shape)}.")
+        self._check_device(name, x)
+
+    def _check_device(self, name: str, x: Tensor) -> None:
+        if x.device != self.W_enc.device:
+            raise BadTokens(
+                f"{name} is on {x.device}, and the SAE is on {self.W_enc.device}. Move it with sae.to(...)."
+            )
 
     def _preprocess(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalized and centered tokens, and the shift and scale that reverse the normalization."""
@@ -297,11 +325,7 @@ class SAE(nn.Module):
 
     def first(self, levels: int) -> SAE:
         """Return an SAE of the first ``levels`` Matryoshka groups: a smaller, coarser dictionary that shares memory."""
-        if not 1 <= levels <= len(self.groups):
-            raise BadParameter(
-                f"levels must be between 1 and {len(self.groups)}, the number of nested groups {self.groups}; "
-                f"got {levels}."
-            )
+        levels = to_integer("levels", levels, 1, len(self.groups), f", the number of nested groups {self.groups}")
         groups = self.groups[:levels]
         size = sum(groups)
         threshold = self.threshold
@@ -331,7 +355,8 @@ class SAE(nn.Module):
 
         Encoder names are compared without publisher (``openai/``) and case. Unknown values fit anything.
         """
-        wrong_width = width != self.width
+        check_type("origin", origin, Origin, "an Origin(encoder, block)")
+        wrong_width = to_integer("width", width) != self.width
         expected_encoder, encoder = (name.rsplit("/", 1)[-1].lower() for name in (self.card.encoder, origin.encoder))
         wrong_encoder = bool(expected_encoder) and bool(encoder) and expected_encoder != encoder
         wrong_block = None not in (self.card.block, origin.block) and self.card.block != origin.block
@@ -375,9 +400,11 @@ class SAE(nn.Module):
         """
         from torino.sae.formats import read_sae
 
+        check_type("decoder", decoder, bool, "True or False")
+        target = resolve_device(device)
         sae = read_sae(source, kind=kind, k=k, threshold=threshold, decoder=decoder)
         sae = sae.first(levels) if levels is not None else sae
-        return sae.to(device)
+        return sae.to(target)
 
     def save(self, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Path:
         """Write ``sae.safetensors``, ``card.json`` and, if there are names, ``names.json`` into ``folder``.
@@ -398,6 +425,7 @@ class SAE(nn.Module):
 
     def update_card(self, **changes: Any) -> SAE:
         """Change fields of the card in place and return the SAE."""
+        check_fields("The card", changes, vars(self.card))
         self.card = replace(self.card, **changes)
         return self
 
@@ -422,7 +450,7 @@ def _freeze(value: Tensor) -> Tensor:
 def _vector(name: str, value: Tensor | None, size: int, like: Tensor) -> Tensor:
     if value is None:
         return torch.zeros(size, device=like.device)
-    if value.shape != (size,):
+    if check_tensor(name, value, BadParameter).shape != (size,) or value.is_complex():
         raise BadParameter(f"{name} must have shape ({size},), got {tuple(value.shape)}.")
     if not bool(torch.isfinite(value).all()):
         raise BadFile(f"{name} contains NaN or infinite values: the checkpoint is damaged.")
@@ -431,15 +459,14 @@ def _vector(name: str, value: Tensor | None, size: int, like: Tensor) -> Tensor:
 
 def validate_k(k: Any, latents: int) -> int | None:
     """Return ``k``; raise :class:`BadParameter` unless it is None or an integer from 1 to the number of latents."""
-    if k is None:
-        return None
-    if isinstance(k, bool) or not isinstance(k, Integral) or not 1 <= int(k) <= latents:
-        raise BadParameter(f"k must be an integer between 1 and {latents}, the number of latents; got {k!r}.")
-    return int(k)
+    return None if k is None else to_integer("k", k, 1, latents, ", the number of latents")
 
 
-def _check_choice(name: str, value: Any, choices: Any) -> Any:
-    """Return ``value``; raise :class:`BadParameter` unless it is one of the values of a Literal."""
-    if value not in get_args(choices):
-        raise BadParameter(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}.")
-    return value
+def _check_weights(name: str, value: Tensor) -> None:
+    check_matrix(
+        value,
+        name,
+        shape="(latents, width)",
+        wrong_shape="Give one row per latent.",
+        not_finite="The checkpoint is damaged: download or train the SAE again.",
+    )

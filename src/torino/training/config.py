@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, fields, replace
+from numbers import Integral, Real
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from torino.core.errors import BadParameter
 
@@ -15,6 +17,8 @@ T = TypeVar("T")
 
 PAPER_SETTINGS: dict[str, Any] = {"kind": "matryoshka", "k": 20, "steps": 110_000, "batch": 4096, "aux": 0.03}
 """Settings of Pach et al. (2025), who trained SAEs on CLS tokens of CLIP, where they differ from the defaults."""
+
+_EXPECTED = {"int": "a whole number", "float": "a number", "tuple": "a list of numbers", "bool": "True or False"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check everything that does not depend on the width."""
+        for item in fields(self):
+            object.__setattr__(self, item.name, _convert(item, getattr(self, item.name)))
         for name, choices in (("kind", ObjectiveName), ("bias", BiasInit), ("precision", Precision)):
             if getattr(self, name) not in get_args(choices):
                 raise BadParameter(
@@ -218,6 +224,29 @@ class TrainConfig:
             "centre" if name == "center" else name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
         }
+
+
+def _convert(item: Field[Any], value: object) -> object:
+    """Return the value of a field as its Python type, also if it is of numpy; raise BadParameter for another type."""
+    kind = str(item.type)
+    if not kind.startswith(tuple(_EXPECTED)) or (value is None and kind.endswith("| None")):
+        return value  # a choice is checked later
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    if kind.startswith("int") and _is_number(value, Integral):
+        return int(cast(int, value))
+    if kind.startswith("float") and _is_number(value, Real):
+        return float(cast(float, value))
+    if kind.startswith("tuple") and isinstance(value, tuple | list):
+        numbers = cast(Sequence[Any], value)
+        if all(_is_number(number, Real) for number in numbers):
+            return tuple(float(number) for number in numbers)
+    expected = next(text for name, text in _EXPECTED.items() if kind.startswith(name))
+    raise BadParameter(f"{item.name} must be {expected}, got {value!r:.60}.")
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _or_default(value: T | None, default: T) -> T:

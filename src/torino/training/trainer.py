@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torino.core.checks import check_type, describe_value, to_integer, to_path
 from torino.core.errors import BadParameter, BadTokens, TorinoError
 from torino.core.tokens import check_matrix
 from torino.sae.card import SAECard
@@ -240,7 +241,12 @@ def train(
     ...     SAE.load(folder).latents
     64
     """
-    distributed, checkpoints = distributed or Distributed(), CheckpointStore(folder)
+    if not hasattr(activations, "rows") or not hasattr(activations, "batch"):
+        given = describe_value(activations)
+        raise BadParameter(f"activations must be a Store, Stream or InMemory, got {given}. Use Store.open(folder).")
+    check_type("config", config, TrainConfig, "a TrainConfig")
+    log_every, save_every = to_integer("log_every", log_every, 1), to_integer("save_every", save_every, 1)
+    distributed, checkpoints = distributed or Distributed(), CheckpointStore(to_path(folder))
     sae_folder = checkpoints.sae_folder
     if activations.rows == 0:
         raise BadTokens("The activations are empty: there are no rows to train on. Cache activations first.")

@@ -15,11 +15,12 @@ import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from torino.core.checks import check_choice
 from torino.core.errors import BadParameter
 from torino.core.reduction import Reduction
 from torino.reducers import Reducer
@@ -38,8 +39,7 @@ def uses_proportional(attention: Attention, reducer: Reducer | None, adapter: Ad
     BadParameter
         If ``"proportional"`` is asked of a model that does not support it.
     """
-    if attention not in get_args(Attention):
-        raise BadParameter(f"attention must be auto, plain or proportional, got {attention!r}.")
+    check_choice("attention", attention, Attention, "auto, plain or proportional")
     if attention == "auto":
         return reducer is not None and reducer.proportional_attention and not _unsupported(adapter)
     if attention == "proportional" and (reason := _unsupported(adapter)):

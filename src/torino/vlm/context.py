@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from torino.core.checks import check_type
 from torino.core.errors import BadParameter
 from torino.reducers import PositionMode, Reducer
 from torino.vlm.adapters.base import Adapter, Positions, adapter_for, position_mode
@@ -141,6 +142,7 @@ def apply(
 
 def remove(model: nn.Module) -> None:
     """Undo :func:`apply`."""
+    check_type("model", model, nn.Module, "the model that was given to apply()")
     with _lock:
         wrapper = _wrapper(model)
         if wrapper is not None and wrapper.everywhere is not None:
@@ -161,6 +163,7 @@ def active_reduction(
         raise BadParameter(
             f"reducer must be a Reducer, such as torino.make('torino-m', sae=...), got {type(reducer).__name__}."
         )
+    check_type("text_query", text_query, (ClipText, TextQuery, type(None)), "a ClipText or its query(...)")
     if isinstance(text_query, ClipText):
         text_query = text_query.query()
     adapter = adapter_for(model)

@@ -22,6 +22,7 @@ from typing import Any, get_args
 
 import torch
 
+from torino.core.checks import describe_value, expand_path
 from torino.core.device import resolve_device, resolve_dtype
 from torino.core.errors import BadFile, MissingPackage, TorinoError, Unreachable
 from torino.core.extras import install_command, optional_import
@@ -70,7 +71,7 @@ def model_package(name: str | os.PathLike[str]) -> ModelPackage | None:
     TorinoError
         If its package fails to load, or the name is ``lab`` and ``torino-lab`` is not installed.
     """
-    entry = model_packages().get(str(name))
+    entry = model_packages().get(str(_check_name(name)))
     if entry is None:
         if str(name) == "lab":
             raise TorinoError(
@@ -106,7 +107,7 @@ def model_package(name: str | os.PathLike[str]) -> ModelPackage | None:
 
 def check_model(name_or_path: str | os.PathLike[str]) -> None:
     """Refuse a name that :func:`load_model` could not load, without loading anything."""
-    if str(name_or_path) not in model_packages():
+    if str(_check_name(name_or_path)) not in model_packages():
         model_package(name_or_path)  # refuses 'lab' if it is not installed
         local_name(name_or_path)
 
@@ -173,8 +174,8 @@ def transformers() -> Any:
 
 def local_name(name_or_path: str | os.PathLike[str]) -> str:
     """Return a name for ``from_pretrained``: an existing folder, or something that may be a hub name."""
-    text = os.fspath(name_or_path)
-    path = Path(text).expanduser()
+    text = str(_check_name(name_or_path))
+    path = expand_path(text, "The name of the model")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise BadFile(f"{text} has no config.json. Give a folder written by save_pretrained, or a hub name.")
@@ -182,6 +183,13 @@ def local_name(name_or_path: str | os.PathLike[str]) -> str:
     if path.exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
         raise BadFile(f"There is no folder {text!r}, and it is not a hub name (owner/repository) either.")
     return text
+
+
+def _check_name(name: str | os.PathLike[str]) -> str | Path:
+    """Refuse anything but text and paths."""
+    if not isinstance(name, str | Path) or "\0" in str(name):
+        raise BadFile(f"A model is loaded from a hub name or the path of a folder, got {describe_value(name)}.")
+    return name
 
 
 def encoder_name(text: str) -> str:

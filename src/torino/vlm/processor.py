@@ -15,6 +15,7 @@ from torino.core.errors import BadParameter
 from torino.reducers import Reducer
 from torino.vlm.adapters.base import Positions
 from torino.vlm.context import ActiveReduction, active_reduction
+from torino.vlm.limits import check_processor
 from torino.vlm.text_query import ClipText, Question, TextQuery, last_user_messages
 from torino.vlm.trace import Trace
 
@@ -81,6 +82,7 @@ class ReducingProcessor:
         positions: Positions = "auto",
         text_query: ClipText | TextQuery | None = None,
     ) -> None:
+        check_processor(processor)
         self.processor = processor
         self.active: ActiveReduction = active_reduction(model, reducer, positions, text_query, "plain")
 

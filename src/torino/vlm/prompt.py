@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torino.core.checks import check_type
 from torino.core.errors import BadParameter, TorinoError
 from torino.vlm.adapters.base import Adapter
 
@@ -23,6 +24,7 @@ def user_turn(images: Sequence[Any], question: str) -> Turn:
 
 def check_question(question: str, processor: Any) -> None:
     """Refuse an empty question, and one that contains the image marker."""
+    check_type("question", question, str, "text")
     marker = str(getattr(processor, "image_token", None) or DEFAULT_MARKER)
     if not question.strip():
         raise BadParameter("The question is empty. Ask something, such as 'What is in this image?'.")

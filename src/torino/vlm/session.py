@@ -10,17 +10,19 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from torino.core.checks import check_choice, check_type
 from torino.core.concepts import CachedEncoder
 from torino.core.errors import BadParameter, MissingSignal, TorinoError
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage, synchronize
 from torino.datasets.images import Padding, Picture, as_seen, mean_color, open_image, prepare
 from torino.reducers import InTowerReducer, PositionMode, Reducer, as_in_tower
+from torino.vlm import limits
 from torino.vlm.adapters.base import (
     QUERY_SIGNALS,
     EncodedImages,
@@ -36,7 +38,7 @@ from torino.vlm.loading import ModelPackage, load_model, model_package
 from torino.vlm.prefix import PrefixCache
 from torino.vlm.prompt import Turn, check_question, last_question, turn_images, user_turn, write_prompt
 from torino.vlm.text_query import ClipText, TextQuery
-from torino.vlm.trace import Answer, ReducedCall, Trace
+from torino.vlm.trace import Answer, Generated, ReducedCall, Trace
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -98,26 +100,6 @@ class ReducedImages:
         return sum(len(item.slots) for item in self.embeds)
 
 
-@dataclass(frozen=True, eq=False)
-class Generated:
-    """Output of one ``generate`` call.
-
-    Attributes
-    ----------
-    texts : list of str
-        One per reduction and prompt: all prompts of the first reduction, then of the second, and so on.
-    ids : Tensor
-        Generated tokens, shape (rows, new tokens).
-    prefill, decode : float
-        Seconds until the first token, and from there to the end.
-    """
-
-    texts: list[str]
-    ids: Tensor
-    prefill: float
-    decode: float
-
-
 class Encoded:
     """Images that the tower encodes once for any number of reducers and questions.
 
@@ -126,7 +108,8 @@ class Encoded:
     """
 
     def __init__(self, vlm: VLM, inputs: Inputs, reducers: Iterable[Reducer | None]) -> None:
-        self.vlm, self.inputs = vlm, inputs
+        check_type("inputs", inputs, Inputs, "the Inputs of VLM.inputs()")
+        self.vlm, self.inputs, reducers = vlm, inputs, limits.check_reducers(reducers)
         self._runs: dict[frozenset[str], tuple[EncodedImages, dict[str, float]]] = {}
         needs = [vlm.adapter.needs(reducer) for reducer in reducers if reducer is not None and not reducer.in_tower]
         self._union = frozenset[str]().union(*needs) - QUERY_SIGNALS
@@ -142,6 +125,7 @@ class Encoded:
 
     def run(self, reducer: Reducer | None) -> tuple[EncodedImages, ReductionBatch | None, dict[str, float]]:
         """Return the encoded images for a reducer, its plans if it runs inside the tower, and the time it took."""
+        limits.check_reducer(reducer)
         adapter = self.vlm.adapter
         if reducer is not None and reducer.in_tower:
             with recording() as seconds, stage("tower"):
@@ -205,8 +189,10 @@ class VLM:
         text_query: ClipText | None = None,
         package: ModelPackage | None = None,
     ) -> None:
-        if padding not in get_args(Padding):
-            raise BadParameter(f"padding must be crop or square, got {padding!r}.")
+        check_choice("padding", padding, Padding, "crop or square")
+        if text_query is not None and not callable(getattr(text_query, "query", None)):
+            check_type("text_query", text_query, ClipText, "a ClipText: load_clip_text(name)")
+        limits.check_processor(processor)
         self.model, self.processor, self.package = model, processor, package
         self.adapter = adapter_for(model)
         self.padding: Padding = padding
@@ -228,12 +214,8 @@ class VLM:
 
     def inputs(self, images: Picture | Sequence[Picture], question: str) -> Inputs:
         """Build the inputs of one question about an image, or about several images together."""
-        single = isinstance(images, str | bytes) or not isinstance(images, Sequence)
-        sources = cast(Sequence[Picture], [images] if single else images)
-        if not sources:
-            raise BadParameter("No image was given. Give at least one.")
         check_question(question, self.processor)
-        return self.chat_inputs([[user_turn(sources, question)]])
+        return self.chat_inputs([[user_turn(limits.to_pictures(images), question)]])
 
     def chat_inputs(self, conversations: Sequence[Sequence[Turn]]) -> Inputs:
         """Build the inputs of several conversations, padded on the left.
@@ -241,7 +223,9 @@ class VLM:
         Either all conversations have images, or none has.
         """
         begin = time.perf_counter()
+        limits.check_conversations(conversations)
         prompts = [write_prompt(conversation, self.processor, self.adapter) for conversation in conversations]
+        limits.check_characters(prompts, self.adapter.config)
         images = [[self.open(image) for image in turn_images(conversation)] for conversation in conversations]
         options: dict[str, Any] = {}
         start = getattr(getattr(self.processor, "tokenizer", None), "bos_token", None)
@@ -257,6 +241,7 @@ class VLM:
         except (ValueError, TypeError) as error:
             raise TorinoError(f"{type(self.processor).__name__} refused an image or the question: {error}") from error
         tensors = dict(processed.to(self.device, dtype=self.dtype))  # integer tensors keep their type
+        limits.check_tokens(tensors["input_ids"], self.adapter.image_token, self.adapter.config)
         return Inputs(
             tensors,
             tuple(prompts),
@@ -277,6 +262,7 @@ class VLM:
         MissingSignal
             If the reducer reads the question and the session has no text tower.
         """
+        limits.check_reducer(reducer)
         if reducer is None or not self.adapter.needs(reducer) & QUERY_SIGNALS:
             return None
         if self.text_query is None:
@@ -297,6 +283,7 @@ class VLM:
     @torch.no_grad()
     def reduce(self, encoded: Encoded, reducer: Reducer | None) -> ReducedImages:
         """Plan, reduce and project; None keeps all tokens."""
+        check_type("encoded", encoded, Encoded, "the Encoded images of VLM.encode()")
         images, plans, seconds = encoded.run(reducer)
         cache = getattr(reducer, "sae", None)
         before = cache.saved_seconds if isinstance(cache, CachedEncoder) else 0.0
@@ -343,6 +330,8 @@ class VLM:
         **generation
             Passed to ``model.generate``.
         """
+        check_type("inputs", inputs, Inputs, "the Inputs of VLM.inputs()")
+        reductions = limits.check_reductions(reductions, ReducedImages)
         count, first = len(reductions), reductions[0]
         rows = {
             name: value.repeat(count, *[1] * (value.ndim - 1)) if isinstance(value, Tensor) and count > 1 else value
@@ -375,6 +364,7 @@ class VLM:
     @torch.no_grad()
     def generate_text(self, inputs: Inputs, **generation: Any) -> Generated:
         """Generate the answers to prompts without images, with the stock model."""
+        check_type("inputs", inputs, Inputs, "the Inputs of VLM.chat_inputs()")
         begin, clock = time.perf_counter(), FirstTokenClock()
         criteria = [*(generation.get("stopping_criteria") or ()), clock]
         options = {"do_sample": False, **generation, "stopping_criteria": criteria}
@@ -403,8 +393,7 @@ class VLM:
         **generation
             Passed to ``model.generate``. Decoding is greedy by default.
         """
-        if max_new_tokens < 1:
-            raise BadParameter(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+        max_new_tokens = limits.check_new_tokens(max_new_tokens, self.adapter.config)
         encoded = source if isinstance(source, Encoded) else Encoded(self, source, [reducer])
         inputs = encoded.inputs
         if len(inputs.prompts) != 1:
@@ -486,6 +475,7 @@ def ask(
     **generation
         Passed to ``model.generate``. Decoding is greedy by default.
     """
+    check_type("baseline", baseline, bool, "True or False")
     if baseline and reducer is None:
         raise BadParameter("baseline=True compares a reducer with all tokens. Give reducer=..., or omit baseline.")
     vlm = model if isinstance(model, VLM) else load_vlm(model)

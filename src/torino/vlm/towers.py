@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from torino.core.checks import check_tensor, check_type, describe_value, is_integer, to_integer
 from torino.core.device import resolve_device, resolve_dtype
 from torino.core.errors import BadFile, BadParameter, MissingSignal, TorinoError
 from torino.core.reduction import Reduction
@@ -21,6 +22,7 @@ from torino.datasets.images import Padding, Picture, mean_color, open_image, pre
 from torino.reducers import InTowerReducer, Reducer, as_in_tower
 from torino.vlm.hooks import CapturedFeatures, TowerLayout, capture, tower_layout
 from torino.vlm.in_tower import run_in_tower
+from torino.vlm.limits import check_grids, check_processor, to_pictures
 from torino.vlm.loading import encoder_name, fetch, local_name, model_package, transformers
 
 # Supported towers: model_type of the config, then module and class in transformers.
@@ -134,16 +136,23 @@ class Tower:
     def __init__(
         self, model: nn.Module, processor: Any, block: int | None = None, *, encoder: str | None = None
     ) -> None:
+        check_type("model", model, nn.Module, "a vision tower, or a model that has one")
+        if not hasattr(model, "config"):
+            raise BadParameter(f"{type(model).__name__} has no config, so it is no tower of transformers.")
+        check_processor(processor, optional=True)
+        check_type("encoder", encoder, (str, type(None)), "the name of the encoder")
         self.model = _find_tower(model)
         self.processor = getattr(processor, "image_processor", processor)
         parts, config = _find_layout(self.model), cast(Any, model).config
         name = _tower_name(config, self.model.config, config._name_or_path) if encoder is None else encoder
         self._parts = replace(parts, name=name)
         self.blocks = len(parts.blocks)
-        self.block: Any = _default_block(config, self.blocks) if block is None else block
         last = self.blocks - (not hasattr(self.model, "merger"))
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or not -1 <= self.block <= last:
-            raise BadParameter(f"block must be an integer from -1 to {last} for this tower, got {self.block!r}.")
+        chosen: Any = _default_block(config, self.blocks) if block is None else block
+        if not is_integer(chosen) or not -1 <= chosen <= last:
+            given = describe_value(chosen)
+            raise BadParameter(f"block must be an integer from -1 to {last} for this tower, got {given}.")
+        self.block = int(chosen)
         self.origin = Origin(name, self.block)
 
     @property
@@ -190,7 +199,11 @@ class Tower:
         list of VisualTokens
             On the device and in the dtype of the tower.
         """
-        return self._run_batches(images, lambda inputs: self.visual_tokens(inputs, needs), padding, batch)
+        check_type("needs", needs, (frozenset, set, list, tuple), "a set of signals such as {'keys'}")
+        for name in needs:
+            check_type("needs", name, str, "a set of signals such as {'keys'}")
+        signals = frozenset(needs)
+        return self._run_batches(images, lambda inputs: self.visual_tokens(inputs, signals), padding, batch)
 
     @torch.no_grad()
     def reduce(
@@ -217,6 +230,7 @@ class Tower:
             The remaining tokens of each image, and the patches they represent. Tokens that were reduced inside the
             tower differ from the reduction applied to its output: see :mod:`torino.reducers.in_tower`.
         """
+        check_type("reducer", reducer, Reducer, "a Reducer, such as torino.make('torino-m', sae=...)")
         in_tower = as_in_tower(reducer)
 
         def reduce(inputs: Mapping[str, Tensor]) -> list[tuple[Tensor, Reduction]]:
@@ -248,6 +262,11 @@ class Tower:
     @torch.no_grad()
     def visual_tokens(self, inputs: Mapping[str, Tensor], needs: frozenset[str] = frozenset()) -> list[VisualTokens]:
         """Return the tokens for inputs from :meth:`process`; together they do what :meth:`encode` does."""
+        if not isinstance(inputs, Mapping) or not isinstance(inputs.get("pixel_values"), Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadParameter(
+                f"inputs must be those of Tower.process, with pixel_values, got {describe_value(inputs)}."
+            )
+        check_tensor("pixel_values", inputs["pixel_values"], BadParameter)
         if "image_grid_thw" in inputs:
             return self._encode_packed(inputs["pixel_values"], inputs["image_grid_thw"], needs)
         pixels, shapes = inputs["pixel_values"], inputs.get("spatial_shapes")
@@ -267,10 +286,10 @@ class Tower:
         batch: int,
     ) -> list[Result]:
         """Open and process images, and run a function on batches of them."""
-        if batch < 1:
+        if (batch := to_integer("batch", batch)) < 1:
             raise BadParameter(f"batch must be at least 1, got {batch}.")
-        is_single = isinstance(images, str | bytes) or not isinstance(images, Sequence)
-        sources = cast(Sequence[Picture], [images] if is_single else images)
+        is_empty = isinstance(images, list | tuple) and not images
+        sources = [] if is_empty else to_pictures(images)
         color = mean_color(self.processor)
         results: list[Result] = []
         for start in range(0, len(sources), batch):
@@ -285,6 +304,8 @@ class Tower:
         return results
 
     def _grid(self, pixels: Tensor) -> tuple[int, int]:
+        if pixels.ndim != 4:
+            raise BadParameter(f"pixel_values must have shape (images, 3, height, width), got {tuple(pixels.shape)}.")
         size = cast(Any, self.model.config).patch_size
         height, width = cast(Sequence[int], size) if isinstance(size, list | tuple) else (size, size)
         return (pixels.shape[-2] // height, pixels.shape[-1] // width)
@@ -303,6 +324,7 @@ class Tower:
 
     def _encode_packed(self, pixels: Tensor, grids: Tensor, needs: frozenset[str]) -> list[VisualTokens]:
         """Encode images with Qwen's towers: all in one sequence, in window order, with fused projections."""
+        check_grids(grids, pixels, int(cast(Any, self.model).spatial_merge_size))
         sizes, shapes = grids.prod(1).tolist(), [(rows, columns) for _, rows, columns in grids.tolist()]
         if self.block == self.blocks:
             if needs:

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
-from torino.core.errors import BadParameter
+from torino.core.checks import check_type, to_index
+from torino.core.errors import BadIndex, BadParameter
 from torino.core.explanation import format_removed
 from torino.core.reduction import Reduction
 
 if TYPE_CHECKING:  # so that models can be listed without Pillow
     from PIL import Image
+    from torch import Tensor
 
     from torino.datasets.images import Padding
 
@@ -56,8 +58,15 @@ class Trace(Sequence[Reduction]):
     calls: list[ReducedCall] = field(default_factory=list[ReducedCall])
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
+    def __post_init__(self) -> None:
+        """Check that the calls are a list."""
+        check_type("calls", self.calls, list, "a list of ReducedCall")
+        for call in self.calls:
+            check_type("calls", call, ReducedCall, "a list of ReducedCall")
+
     def add(self, call: ReducedCall) -> None:
         """Add a call; several threads may share a trace."""
+        check_type("call", call, ReducedCall, "a ReducedCall")
         with self._lock:
             self.calls.append(call)
 
@@ -72,7 +81,11 @@ class Trace(Sequence[Reduction]):
     def __getitem__(self, index: slice) -> list[Reduction]: ...
     def __getitem__(self, index: int | slice) -> Reduction | list[Reduction]:
         """Return the reduction of an image."""
-        return self.reductions[index]
+        if isinstance(index, slice):
+            return self.reductions[index]
+        if not self.calls:
+            raise BadIndex("Nothing was reduced yet, so the trace is empty. Call the model with an image first.")
+        return self.reductions[to_index("reduction", index, len(self))]
 
     def __len__(self) -> int:
         """Return the number of reductions."""
@@ -133,6 +146,26 @@ class Trace(Sequence[Reduction]):
             if stage in seconds:
                 times.append(f"{stage} {seconds.pop(stage) * 1e3:.1f} ms" + (f" ({inner})" if inner else ""))
         return ", ".join([*times, *[f"{name} {value * 1e3:.1f} ms" for name, value in seconds.items()]])
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """Output of one ``generate`` call.
+
+    Attributes
+    ----------
+    texts : list of str
+        One per reduction and prompt: all prompts of the first reduction, then of the second, and so on.
+    ids : Tensor
+        Generated tokens, shape (rows, new tokens).
+    prefill, decode : float
+        Seconds until the first token, and from there to the end.
+    """
+
+    texts: list[str]
+    ids: Tensor
+    prefill: float
+    decode: float
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def test_the_content_decides_and_not_the_suffix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"k": 0}, "k must be an integer between 1 and 24"),
+        ({"k": 0}, "k must be between 1 and 24"),
         ({"k": 2.5}, r"got 2\.5"),
         ({"k": True}, "got True"),
         ({"k": "3"}, "got '3'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter
+from torino.core.io import read_safetensors, write_arrays
 from torino.sae import SAE
 from torino.sae.formats import write_sae
+from torino.sae.formats.native import WEIGHTS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +73,9 @@ def test_torino_layout_keeps_a_missing_threshold_missing(tmp_path: Path) -> None
         assert SAE.load(tmp_path).threshold is None
 
 
-def test_without_decoder_its_tensor_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_decoder_its_tensor_is_checked_in_parts_but_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_full_sae("topk").save(tmp_path)
     taken: list[str] = []
 
@@ -95,9 +100,23 @@ def test_without_decoder_its_tensor_is_not_read(tmp_path: Path, monkeypatch: pyt
             taken.append(name)
             return self.file.get_tensor(name)
 
+        def get_slice(self, name: str) -> Any:
+            return self.file.get_slice(name)
+
     monkeypatch.setattr("torino.core.io.safe_open", Spy)
     assert SAE.load(tmp_path, decoder=False).W_dec is None
     assert sorted(taken) == ["W_enc", "b_dec", "b_enc"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_decoder_that_is_not_finite_is_refused_with_and_without_it(tmp_path: Path, value: float) -> None:
+    folder = make_full_sae("topk").save(tmp_path)
+    tensors, metadata = read_safetensors(folder / WEIGHTS)
+    tensors["W_dec"][-1, -1] = value
+    write_arrays(folder / WEIGHTS, tensors, metadata)
+    for decoder in (True, False):
+        with pytest.raises(BadFile, match=r"'W_dec' in .* contains NaN or infinite values"):
+            SAE.load(folder, decoder=decoder)
 
 
 def test_tied_weights_are_written(tmp_path: Path) -> None:

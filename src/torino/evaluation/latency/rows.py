@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torino.core.checks import to_integer
 from torino.core.errors import BadParameter
 from torino.evaluation.protocol import Setting
 from torino.reducers import Reducer
@@ -115,8 +116,11 @@ class BenchPlan:
     def __post_init__(self) -> None:
         """Refuse sizes that measure nothing."""
         for name, least in (("images", 1), ("warmups", 0), ("answers", 0), ("length", 1)):
-            if getattr(self, name) < least:
-                raise BadParameter(f"{name} must be at least {least}, got {getattr(self, name)}.")
+            value = to_integer(name, getattr(self, name))
+            if value < least:
+                raise BadParameter(f"{name} must be at least {least}, got {value}.")
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "seed", to_integer("seed", self.seed, -(2**63), 2**63 - 1))
 
     def pick(self, available: int) -> list[int]:
         """Draw image numbers at random; none repeats before all were used."""

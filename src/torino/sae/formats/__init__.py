@@ -24,10 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
+from torino.core.checks import check_choice, check_type, to_path
 from torino.core.errors import BadFile, BadParameter, unknown_name
 from torino.sae.formats import dictionary_learning, native, overcomplete, prisma, qwen_scope, saelens, saev, sparsify
 from torino.sae.formats._common import ACCEPTED, GATED, MAX_FLOAT, CheckpointFile, SAEParts
@@ -51,8 +52,8 @@ def read_sae(
     decoder: bool = True,
 ) -> SAE:
     """Read an SAE from a folder, a file or a hub repository; see :meth:`SAE.load`."""
-    if kind is not None and kind not in get_args(Kind):
-        raise BadParameter(f"kind must be one of {', '.join(map(repr, get_args(Kind)))}, got {kind!r}.")
+    if kind is not None:
+        check_choice("kind", kind, Kind)
     _check_threshold(threshold)
     file = CheckpointFile(locate(source))
     file.verify()
@@ -68,14 +69,15 @@ def write_sae(sae: SAE, folder: str | Path, layout: str, dtype: torch.dtype = to
     Settings that a layout does not support are folded into the weights if this changes no latent, up to rounding;
     otherwise an error is raised. ``dtype`` is the type of the two matrices, for the torino layout only.
     """
-    if layout not in LAYOUTS:
-        raise unknown_name("SAE layout", layout, LAYOUTS)
+    if not isinstance(layout, str) or layout not in LAYOUTS:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise unknown_name("SAE layout", layout, LAYOUTS, "torino list layouts")
+    check_type("sae", sae, SAE, "an SAE")
     if sae.W_dec is None:
         raise BadParameter(
             "This SAE has no decoder, but a file needs encoder and decoder. "
             "Load it with decoder=True, or choose an SAE that has one."
         )
-    folder = Path(folder)
+    folder = to_path(folder, "The folder")
     if layout == "torino":
         return native.write(sae, folder, dtype)
     if dtype != torch.float32:

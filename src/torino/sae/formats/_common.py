@@ -15,7 +15,7 @@ from torch import Tensor
 from torino.core.checksum import damaged_file, verify_safetensors, verify_zip
 from torino.core.errors import BadFile, PickledObject, TorinoError, pickled_object
 from torino.core.filetype import explain, identify
-from torino.core.io import hash_tensors, read_checkpoint, read_json, read_json_line, read_safetensors
+from torino.core.io import hash_tensors, read_checkpoint, read_json, read_json_line, read_rows, read_safetensors
 from torino.core.tokens import FLOATS
 from torino.core.verified import VerifiedFiles
 from torino.sae.card import SAECard
@@ -144,6 +144,15 @@ class CheckpointFile:
             raise self.error(name, "contains NaN or infinite values.")
         return value.float()
 
+    def check_finite(self, name: str) -> None:
+        """Refuse a tensor with NaN or infinite values; it is read in parts and not kept."""
+        if self._values is not None:
+            self.tensor(name)
+            return
+        for part in read_rows(self.path, name):
+            if part.is_floating_point() and not bool(torch.isfinite(part).all()):
+                raise self.error(name, "contains NaN or infinite values.")
+
     def tensor_of_shape(self, name: str, shape: tuple[int, ...], reference: str) -> Tensor:
         """Return a tensor whose shape must match that of the tensor ``reference``."""
         value = self.tensor(name)
@@ -194,10 +203,12 @@ class CheckpointFile:
         b_enc = self.tensor_of_shape(names.b_enc, (latents,), names.W_enc)
         b_dec = self.tensor_of_shape(names.b_dec, (width,), names.W_enc)
         W_dec = None
+        shape = (width, latents) if names.transposed_dec else (latents, width)
         if decoder:
-            shape = (width, latents) if names.transposed_dec else (latents, width)
             W_dec = self.tensor_of_shape(names.W_dec, shape, names.W_enc)
             W_dec = W_dec.T if names.transposed_dec else W_dec
+        elif names.W_dec in self.keys:  # a damaged file is refused, whether its decoder is used or not
+            self.check_finite(names.W_dec)
         return SAEParts(W_enc, b_enc, W_dec, b_dec, kind)
 
     def _read(self, name: str) -> Any:

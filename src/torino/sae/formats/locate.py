@@ -9,6 +9,7 @@ from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
+from torino.core.checks import describe_value
 from torino.core.errors import BadFile, Unreachable
 from torino.core.extras import optional_import
 from torino.sae.formats._common import SUFFIXES
@@ -32,7 +33,12 @@ def locate(source: str | Path) -> Path:
 
     A local path takes precedence over a repository of the same name.
     """
-    text = os.fspath(source)
+    if not isinstance(source, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may not check
+        raise BadFile(
+            f"An SAE is loaded from a path or the name of a hub repository, got {describe_value(source)}. Give text or "
+            "a Path."
+        )
+    text = str(source)
     path = _local_path(text)
     if path is not None:
         return _find_weights(path)
@@ -77,7 +83,7 @@ def _local_path(text: str) -> Path | None:
     try:
         path = Path(text).expanduser()
         return path if text.strip() and path.exists() else None
-    except (OSError, RuntimeError):  # a name that is too long, or ~ of an unknown user
+    except (OSError, RuntimeError, ValueError):  # a name that is too long, ~ of an unknown user, or a NUL character
         return None
 
 

@@ -141,8 +141,8 @@ def read_digest(folder: Path) -> str | None:
 
 
 def _tensors(parts: SAEParts, dtype: torch.dtype) -> dict[str, Tensor]:
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise BadParameter(f"dtype must be torch.float32, torch.float16 or torch.bfloat16, got {dtype}.")
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float16, torch.bfloat16):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadParameter(f"dtype must be torch.float32, torch.float16 or torch.bfloat16, got {dtype!r:.60}.")
     assert parts.W_dec is not None
     tensors = {"W_enc": parts.W_enc.to(dtype), "W_dec": parts.W_dec.to(dtype)}
     for name, value in tensors.items():

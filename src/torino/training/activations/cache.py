@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torino.core.checks import expand_path, to_integer
 from torino.core.checksum import with_checksum
 from torino.core.errors import BadFile, BadParameter, BadTokens
 from torino.datasets import Photos, hash_sample
@@ -115,10 +116,10 @@ def cache_activations(
     BadFile
         If the disk is full or the folder cannot be written; finished shards are kept, and the run can be continued.
     """
-    folder = Path(folder).expanduser()
+    folder = expand_path(folder, "The folder of the store")
     if dtype not in DTYPES:
         raise BadParameter(f"dtype must be float16 or float32, got {dtype!r}.")
-    if shard_rows < 1:
+    if (shard_rows := to_integer("shard_rows", shard_rows)) < 1:
         raise BadParameter(f"shard_rows must be at least 1, got {shard_rows}.")
     split_batches(range(0), batch)  # raises if batch is invalid
     extractor = RowExtractor(tower, photos, tokens, padding=padding, seed=seed)

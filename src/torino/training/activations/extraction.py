@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torino.core.checks import describe_value
 from torino.core.errors import BadParameter, TorinoError
 from torino.datasets import Photos, SourceUnavailable, escape_surrogates
 from torino.datasets.images import Padding, mean_color, open_image, prepare
@@ -59,6 +60,11 @@ class RowExtractor:
     def __init__(
         self, tower: Tower, photos: Photos, tokens: str = "all", *, padding: Padding = "crop", seed: int = 0
     ) -> None:
+        if not hasattr(tower, "process") or not hasattr(photos, "names"):
+            raise BadParameter(
+                f"Activations are extracted by a Tower from open_photos(...), got {describe_value(tower)} and "
+                f"{describe_value(photos)}."
+            )
         if padding not in ("crop", "square"):
             raise BadParameter(f"padding must be 'crop' or 'square', got {padding!r}.")
         self.tower, self.photos, self.seed = tower, photos, seed

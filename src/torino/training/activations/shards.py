@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -234,7 +235,7 @@ def _map_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def read_card(folder: Path) -> dict[str, Any]:
     """Read the card of a store."""
-    if not (folder / CARD).is_file():
+    if not os.path.isfile(folder / CARD):  # noqa: PTH113 (Path raises for odd names)
         raise BadFile(
             f"{folder} is not an activation store: it has no {CARD}. Give a folder that torino activations wrote."
         )

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torino.core.checks import expand_path
 from torino.core.errors import BadFile, BadParameter
 from torino.training.activations.base import Part, check_batch, part_range
 from torino.training.activations.selection import TokenSelection
@@ -94,7 +95,7 @@ class Store:
         BadFile
             If there is no store, it is not complete, or a shard is missing or damaged; the message says what to do.
         """
-        folder = Path(path).expanduser()
+        folder = expand_path(path, "The store")
         card = read_card(folder)
         settings = CacheSettings.from_card(card, folder / CARD)
         shards, faults = open_shards(folder, settings)

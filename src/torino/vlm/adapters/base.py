@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from torino.core.checks import check_choice, check_tensor, check_type, describe_value
 from torino.core.errors import BadParameter, MissingSignal, TorinoError, unknown_name
 from torino.core.plugins import load_plugins
 from torino.core.ragged import Ragged
@@ -109,6 +110,8 @@ class Adapter(ABC):
     """``config.model_type`` of the supported models."""
     supports_merging: ClassVar[bool] = True
     """Whether tokens that are sums of patches are accepted."""
+    pixel_ndims: ClassVar[tuple[int, ...]] = (4, 5)
+    """Numbers of dimensions that ``pixel_values`` can have."""
     tiles: ClassVar[bool] = False
     """Whether images are split into tiles (``EncodedImages.tilings``)."""
     proportional_attention: ClassVar[bool] = False
@@ -179,6 +182,8 @@ class Adapter(ABC):
                     'Omit them, or keep the positions of the full prompt with positions="original".'
                 )
             return {}
+        if given is not None and (given.ndim != 2 or given.shape[0] not in (1, len(full_mask))):
+            raise BadParameter(f"position_ids must have one row for each prompt, got shape {tuple(given.shape)}.")
         full = (full_mask.cumsum(1) - 1).clamp(min=0) if given is None else given.expand(len(full_mask), -1)
         rows = [row[kept.to(row.device)] for row, kept in zip(full, prompt.kept, strict=True)]
         return {"position_ids": prompt.spread(rows, 0)}
@@ -271,7 +276,11 @@ class Adapter(ABC):
     def has_images(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the inputs hold images; an empty batch of pixels holds none."""
         pixels = inputs.get("pixel_values")
-        return pixels is not None and len(pixels) > 0
+        if pixels is None:
+            return False
+        if not isinstance(pixels, Tensor | list | tuple) or (isinstance(pixels, Tensor) and not pixels.ndim):
+            raise BadParameter(f"pixel_values must be the tensor of the processor, got {describe_value(pixels)}.")
+        return len(cast(Sequence[Any], pixels)) > 0
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Refuse inputs that cannot be reduced."""
@@ -280,6 +289,23 @@ class Adapter(ABC):
                 "Reduction needs input_ids with image placeholders and no inputs_embeds, because embeddings cannot be "
                 "shortened. Pass input_ids and pixel_values."
             )
+        for name in ("input_ids", "attention_mask", "labels", "position_ids"):
+            value = inputs.get(name)
+            if value is not None and (check_tensor(name, value, BadParameter).is_complex() or value.ndim < 1):
+                raise BadParameter(f"{name} must have one value for each token, got {describe_value(value)}.")
+        if inputs["input_ids"].ndim != 2 or inputs["input_ids"].is_floating_point():
+            given = f"{inputs['input_ids'].dtype} of shape {tuple(inputs['input_ids'].shape)}"
+            raise BadParameter(f"input_ids must be integers of shape (rows, length), got {given}.")
+        pixels = inputs.get("pixel_values")
+        if pixels is not None:
+            check_tensor("pixel_values", pixels, BadParameter)
+            if pixels.ndim not in self.pixel_ndims or not pixels.is_floating_point():
+                given = f"{pixels.dtype} of shape {tuple(pixels.shape)}"
+                raise BadParameter(
+                    f"pixel_values must be the floating-point tensor of {' or '.join(map(str, self.pixel_ndims))} "
+                    f"dimensions that the processor returns, got {given}."
+                )
+        check_type("mm_encoder_outputs", inputs.get("mm_encoder_outputs") or {}, Mapping, "a mapping by modality")
         if dict(inputs.get("mm_encoder_outputs") or {}).get("image") is not None:
             raise BadParameter(
                 "Both pixel values and mm_encoder_outputs of images were given. Pass the pixels to reduce them, or "
@@ -331,7 +357,7 @@ def _detached(tokens: VisualTokens) -> VisualTokens:
 
 def _counts_up(positions: Tensor, mask: Tensor) -> bool:
     """Return whether positions of shape (rows, length) increase by one from each token to the next."""
-    if positions.ndim != 2:
+    if positions.ndim != 2 or positions.shape not in (mask.shape, (1, mask.shape[1])):
         return False
     rows = zip(positions.expand(len(mask), -1), mask.bool(), strict=True)
     return all(bool((row[is_token].diff() == 1).all()) for row, is_token in rows)
@@ -339,8 +365,7 @@ def _counts_up(positions: Tensor, mask: Tensor) -> bool:
 
 def position_mode(positions: Positions, reducer: Reducer | None) -> PositionMode:
     """Resolve ``"auto"`` to the reducer's own position mode."""
-    if positions not in get_args(Positions):
-        raise BadParameter(f"positions must be auto, compact or original, got {positions!r}.")
+    check_choice("positions", positions, Positions, "auto, compact or original")
     if positions != "auto":
         return positions
     return "compact" if reducer is None else reducer.position_mode
@@ -374,8 +399,12 @@ def register_adapter(*families: str) -> Callable[[type[Adapter]], type[Adapter]]
         @register_adapter("my_model")
         class MyAdapter(Adapter): ...
     """
+    for family in families:
+        check_type("family", family, str, "the model_type of a config")
 
     def add(adapter: type[Adapter]) -> type[Adapter]:
+        if not isinstance(adapter, type) or not issubclass(adapter, Adapter):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadParameter(f"register_adapter decorates a subclass of Adapter, got {describe_value(adapter)}.")
         _adapters.update(dict.fromkeys(families, adapter))
         return adapter
 
@@ -396,11 +425,12 @@ def check_family(family: str) -> None:
             "no tokens to remove. Choose a model of another family: " + ", ".join(families()) + "."
         )
     if family not in _adapters and family not in families():
-        raise unknown_name("model family", family, families())
+        raise unknown_name("model family", family, families(), "torino list models")
 
 
 def adapter_for(model: nn.Module) -> Adapter:
     """Return the adapter of a model."""
+    check_type("model", model, nn.Module, "a Hugging Face vision-language model")
     family = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     check_family(family)
     adapter = _adapters[family]

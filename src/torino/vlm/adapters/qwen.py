@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from torino.core.checks import check_tensor
 from torino.core.errors import BadParameter, MissingSignal
 from torino.core.reduction import ReductionBatch
 from torino.core.timing import stage
@@ -19,6 +20,7 @@ from torino.reducers import PositionMode
 from torino.vlm.adapters.base import Adapter, EncodedImages, ImageEmbeds
 from torino.vlm.hooks import placing, signal_block
 from torino.vlm.insertion import ShortenedPrompt
+from torino.vlm.limits import check_grids
 
 # Index of queries and keys in the output of a block's fused projection.
 FUSED = {"queries": 0, "keys": 1}
@@ -60,6 +62,7 @@ class Qwen(Adapter):
     """
 
     families: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    pixel_ndims: ClassVar[tuple[int, ...]] = (2,)
     in_tower_refusal: ClassVar[str] = (
         "its tower merges 2x2 patches into one token after its last block and needs all four"
     )
@@ -168,6 +171,13 @@ class Qwen(Adapter):
                     f"{name} cannot position the tokens of an image without {required}, which its processor returns "
                     "with pixel_values. Pass all outputs of the processor."
                 )
+        check_grids(inputs["image_grid_thw"], inputs["pixel_values"], int(self.inner.visual.spatial_merge_size))
+        kinds = check_tensor("mm_token_type_ids", inputs["mm_token_type_ids"], BadParameter)
+        if kinds.shape != inputs["input_ids"].shape or kinds.is_floating_point():
+            raise BadParameter(
+                f"mm_token_type_ids must be integers of the shape of input_ids, {tuple(inputs['input_ids'].shape)}, "
+                f"got {kinds.dtype} of shape {tuple(kinds.shape)}. Pass all outputs of the processor."
+            )
         if any(inputs.get(video) is not None for video in ("pixel_values_videos", "video_grid_thw")):
             raise BadParameter(
                 f"This call gives {name} both images and videos, and torino reduces images only. "

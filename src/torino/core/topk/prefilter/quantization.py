@@ -159,7 +159,7 @@ def load_or_quantize(weight: Tensor, bias: Tensor, folder: Path | None, zero_poi
     size = f"{weight.shape[0]}x{weight.shape[1]}"
     name = f"prefilter{zero_point.bit_length()}-{size}-{weights_sha256[:16]}.safetensors"
     file: Path | None = None
-    with suppress(RuntimeError):  # the user may have no home folder
+    with suppress(TorinoError):  # the user may have no home folder, or TORINO_CACHE is unusable
         file = cache_dir() / name
     for path in [folder / f".{name}", *([] if file is None else [file])]:
         cached = _read_cached(path, weights_sha256, weight, zero_point)
