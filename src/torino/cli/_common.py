@@ -88,6 +88,9 @@ AttentionOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
 DtypeOption = Annotated[DtypeChoice | None, typer.Option(help="Default: float32 on the CPU, else the checkpoint's.")]
+AllowOutsideOption = Annotated[
+    bool, typer.Option("--allow-outside", help="Read images that a table or task file names outside its folder.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -8,10 +8,12 @@ import json
 import os
 import re
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +25,10 @@ from torch import Tensor
 from torino.core import checksum
 from torino.core.errors import BadFile, pickled_object
 from torino.core.filetype import JSON_LINE_LIMIT, explain, identify
+from torino.core.safety import check_expansion, check_size
+
+JSON_SHARE = 4  # parsed JSON takes up to 20 times the size of its file, so only a part of the limit is accepted
+HEADER_SHARE = 16  # and each tensor in the header of a safetensors file takes more
 
 
 def cache_dir() -> Path:
@@ -76,6 +82,7 @@ def write_json(path: str | Path, value: object, *, sealed: bool = False) -> Path
 def read_json(path: str | Path) -> dict[str, Any]:
     """Read a JSON object; raise :class:`BadFile` for anything else, and if it has a checksum that is wrong."""
     try:
+        check_size(str(path), Path(path).stat().st_size, JSON_SHARE)
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
@@ -144,6 +151,10 @@ def read_safetensors(
     The checksum of the file, which covers all tensors, is not verified; see :mod:`torino.core.checksum`.
     """
     try:
+        with Path(path).open("rb") as start:
+            length = int.from_bytes(start.read(8), "little")
+        if length < Path(path).stat().st_size:  # safetensors refuses a longer header
+            check_size(f"The header of {path}", length, HEADER_SHARE)
         with safe_open(str(path), framework="pt") as file:
             names = [name for name in file.keys() if wanted(name)]  # noqa: SIM118 (not a dict)
             metadata = {name: text for name, text in (file.metadata() or {}).items() if name != checksum.FIELD}
@@ -169,7 +180,13 @@ def read_checkpoint(path: str | Path, start: int = 0) -> dict[str, Any]:
     try:
         with Path(path).open("rb") as file:  # given a path, torch would look at its suffix
             file.seek(start)
-            value = torch.load(io.BytesIO(file.read()) if start else file, map_location="cpu", weights_only=True)
+            content = io.BytesIO(file.read()) if start else file
+            if zipfile.is_zipfile(content):  # normally not compressed, but torch reads compressed ones too
+                _check_archive(path, content)
+            content.seek(0)
+            value = torch.load(content, map_location="cpu", weights_only=True)
+    except BadFile:
+        raise
     except Exception as error:
         # torch raises UnpicklingError for objects and for damage, RuntimeError or EOFError for a truncated archive
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -241,6 +258,8 @@ def _read_npz(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     texts: dict[str, str] = {}
     try:
+        with path.open("rb") as content:
+            _check_archive(path, content)
         with np.load(path, allow_pickle=False) as file:
             for name in file.files:
                 value = file[name]
@@ -250,9 +269,32 @@ def _read_npz(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                     texts[name] = str(value)
                 elif value.dtype.kind in "biuf":  # other types, such as dates and text arrays, are not used
                     tensors[name] = torch.from_numpy(value)
+    except BadFile:
+        raise
     except Exception as error:  # a damaged archive raises many error types from zipfile, zlib and numpy
         raise BadFile(
             f"{path} is not a readable .npz of plain arrays ({error}). "
             "It may be truncated, or contain pickled objects, which are never loaded."
         ) from error
     return tensors, texts
+
+
+def _check_archive(path: str | Path, content: IO[bytes]) -> None:
+    """Check the sizes that a zip file declares for its members, and those in the headers of arrays, before reading.
+
+    Readers do not decompress more of a member than its declared size.
+    """
+    with zipfile.ZipFile(content) as archive:
+        members = archive.infolist()
+        check_expansion(str(path), Path(path).stat().st_size, sum(member.file_size for member in members))
+        for member in members:
+            if not member.filename.endswith(".npy"):
+                continue
+            with archive.open(member) as file:
+                version = np.lib.format.read_magic(file)
+                read_header = (
+                    np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                )
+                shape, _, dtype = read_header(file)
+            if prod(shape) * dtype.itemsize > member.file_size:
+                raise ValueError(f"{member.filename} declares shape {shape}, but has {member.file_size:,} bytes")

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from torino.core.errors import BadFile
+from torino.core.io import JSON_SHARE
+from torino.core.safety import check_size
 from torino.datasets.base import (
     IMAGE_SUFFIXES,
     TEXT_COLUMNS,
@@ -52,6 +54,7 @@ class TarPhotos(Photos):
         with path.open("rb") as file:
             for name in [image, *(name for name in TEXT_MEMBERS if name in members)]:
                 start, size = members[name]
+                check_size(f"{self._names[index]}.{name} in {path}", size, JSON_SHARE if name == "json" else 1)
                 file.seek(start)
                 contents[name] = file.read(size)
         data = contents.pop(image)
@@ -67,6 +70,8 @@ def _index(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
             for member in file:
                 folder, _, base = member.name.rpartition("/")
                 key, _, ending = base.partition(".")
+                if member.issparse():
+                    raise tarfile.TarError(f"{member.name} is stored as a sparse file")
                 if member.isfile() and key and ending:
                     samples.setdefault(f"{folder}/{key}" if folder else key, {}).setdefault(
                         ending.lower(), (member.offset_data, member.size)
@@ -92,7 +97,7 @@ def _parse_captions(ending: str, data: bytes) -> tuple[str, ...]:
         return parse_lines(data)
     try:
         value: Any = json.loads(data)
-    except ValueError:  # a broken caption file does not make the photo unusable
+    except (ValueError, RecursionError):  # a broken caption file does not make the photo unusable
         return ()
     fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
     return next((texts for name in TEXT_COLUMNS if (texts := parse_texts(fields.get(name)))), ())

@@ -107,7 +107,8 @@ class Judge:
     concurrency : int
         Number of simultaneous requests.
     timeout : float
-        Seconds that one request may take in total.
+        Seconds that the grade of one answer may take in total, with all repeated requests and the pauses between them.
+        If there are repeated requests, a single request is given up after half of it.
     """
 
     url: str
@@ -118,7 +119,7 @@ class Judge:
     extra_body: Mapping[str, Any] = field(default_factory=dict[str, Any])
     max_retries: int = 4
     concurrency: int = 4
-    timeout: float = 60.0
+    timeout: float = 120.0
     other_caches: Sequence[Path] = ()
     _grades: dict[str, float | None] = field(default_factory=dict[str, float | None], init=False, repr=False)
     _lock: Lock = field(default_factory=Lock, init=False, repr=False)
@@ -215,11 +216,15 @@ class Judge:
 
     async def _request_grade(self, client: AsyncOpenAI, key: str, index: str, text: str) -> None:
         grade, reply = None, ""
-        for attempt in range(self.max_retries + 1):
-            reply = await self._request(client, text, temperature=0.0 if not attempt else 0.5)
-            grade = parse_grade(reply)
-            if grade is not None:
-                break
+        try:
+            async with asyncio.timeout(self.timeout):
+                for attempt in range(self.max_retries + 1):
+                    reply = await self._request(client, text, temperature=0.0 if not attempt else 0.5)
+                    grade = parse_grade(reply)
+                    if grade is not None:
+                        break
+        except TimeoutError as error:
+            raise self._unreachable(f"it gave no grade within {self.timeout:g} s, with all retries") from error
         self._save({"key": key, "index": index, "model": self.model, "grade": grade, "reply": reply[:500]})
 
     async def _request(self, client: AsyncOpenAI, text: str, temperature: float) -> str:
@@ -245,7 +250,10 @@ class Judge:
         except OpenAIError as error:
             cause = error.__cause__
             reason = str(cause or error) or type(cause or error).__name__
-        raise Unreachable(
+        raise self._unreachable(reason)
+
+    def _unreachable(self, reason: str) -> Unreachable:
+        return Unreachable(
             f"The request to the judge {self.model} at {self.url} failed: {reason}. Check the address, the model and "
             "the key. Grades received so far are kept."
         )
@@ -260,7 +268,7 @@ class Judge:
                 "The judge needs the package openai, which is not installed. Install it with "
                 'pip install "torino[judge]".'
             ) from error
-        timeout = self.timeout
+        timeout = self.timeout / 2 if self.max_retries else self.timeout
 
         class LimitedClient(DefaultAsyncHttpxClient):
             """HTTP client that limits the size of a reply and the total time of a request."""
@@ -283,7 +291,7 @@ class Judge:
         return AsyncOpenAI(
             base_url=self.url,
             api_key=self.api_key or "none",  # the client requires one
-            timeout=self.timeout,
+            timeout=timeout,
             max_retries=self.max_retries,
             default_headers=headers | {"Accept-Encoding": "identity"},
             http_client=LimitedClient(follow_redirects=False),

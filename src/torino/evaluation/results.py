@@ -87,7 +87,8 @@ class Run:
         for entry in self.metadata["tasks"]:
             path = Path(str(entry["path"]))
             source = path if data is None and path.is_file() else str(entry["file"])
-            task = open_task(source, data, kind=entry["kind"], prompts=entry["prompts"])
+            # the run was allowed to read these images, and scoring does not read them again
+            task = open_task(source, data, kind=entry["kind"], prompts=entry["prompts"], allow_outside=True)
             if task.fingerprint != entry["fingerprint"]:
                 raise BadFile(
                     f"{task.source} is not the file of this run: its fingerprint is {task.fingerprint}, expected "

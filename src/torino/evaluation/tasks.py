@@ -233,6 +233,7 @@ def open_task(
     prompts: Prompts = "auto",
     image_root: str | Path | None = None,
     on_bad_row: OnBadRow = "skip",
+    allow_outside: bool = False,
 ) -> Task:
     """Open a task.
 
@@ -253,6 +254,9 @@ def open_task(
         Folder of relative image paths.
     on_bad_row : {"skip", "raise"}
         Add rows that cannot be used to ``problems``, or raise :class:`BadFile`.
+    allow_outside : bool
+        Accept image files outside ``image_root``, or the folder of the file if that is not given. By default such a
+        path raises :class:`BadFile`; symbolic links are resolved.
     """
     if prompts not in _PROMPTS:
         raise BadParameter(f"prompts must be auto or one of {', '.join(get_args(PromptStyle))}, got {prompts!r}.")
@@ -260,7 +264,7 @@ def open_task(
         raise BadParameter(f"kind must be one of {', '.join(_RULES)}, got {kind!r}.")
     path = find_task(name, folder)
     read = read_jsonl if path.suffix == ".jsonl" else read_tsv
-    table = read(path, image_root=image_root, on_bad_row=on_bad_row)
+    table = read(path, image_root=image_root, on_bad_row=on_bad_row, allow_outside=allow_outside)
     stem = path.stem.removesuffix("_local")
     benchmark = find_benchmark(stem) or CUSTOM
     rule: Kind = kind or benchmark.kind or ("mcq" if any(sample.options for sample in table.samples) else "vqa")

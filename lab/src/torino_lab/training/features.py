@@ -6,7 +6,6 @@ there. A row is marked after its features are on disk, so an interrupted run con
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+
+from torino.datasets.images import open_image
 
 BATCH = 8
 FLUSH = 25  # batches between two writes to disk
@@ -68,7 +69,7 @@ class Features:
         written: list[int] = []
         for number, start in enumerate(range(0, len(missing), BATCH), 1):
             rows = missing[start : start + BATCH]
-            opened = [Image.open(io.BytesIO(images[row].as_py())).convert("RGB") for row in rows]
+            opened = [open_image(images[row].as_py()) for row in rows]
             self.values[rows] = encode(opened).to(torch.float16).numpy()
             written += rows
             if number % FLUSH == 0 or start + BATCH >= len(missing):

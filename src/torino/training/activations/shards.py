@@ -27,11 +27,13 @@ from torch import Tensor
 
 from torino.core.checksum import verify_safetensors
 from torino.core.errors import BadFile
-from torino.core.io import read_json, write_arrays
+from torino.core.io import JSON_SHARE, read_json, write_arrays
+from torino.core.safety import check_size
 from torino.core.verified import VerifiedFiles
 from torino.training.activations.selection import SkippedPhoto
 
 CARD, NAMES, SKIPPED, SHARDS = "card.json", "photos.jsonl", "skipped.txt", "shards"
+MAX_SHARDS = 1_000_000  # of up to 1,024 photos each
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 _SAFETENSORS_DTYPES = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I32": torch.int32}
 
@@ -205,6 +207,7 @@ def _map_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= size - 8:
                 raise BadFile(f"{damaged}.")
+            check_size(f"The header of {path}", length, JSON_SHARE)
             header: dict[str, Any] = json.loads(file.read(length))
         metadata: dict[str, Any] = json.loads(header.pop("__metadata__")["torino"])
         if {"settings", "crc32", "skipped"} - set(metadata) or {"rows", "counts", "grids", "sums"} - set(header):
@@ -252,6 +255,8 @@ def open_shards(
     shards: dict[int, Shard] = {}
     faults: dict[int, str] = {}
     verified = VerifiedFiles(folder / SHARDS)
+    if settings.shards > MAX_SHARDS:
+        raise BadFile(f"{folder / CARD} declares {settings.shards:,} shards; torino accepts up to {MAX_SHARDS:,}.")
     for number in range(settings.shards):
         path = settings.shard_path(folder, number)
         if not path.is_file():

@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import read_json
 from torino.core.reduction import Reduction
+from torino.core.safety import is_inside
 from torino.evaluation.reporting.figures.style import (
     GREEN,
     INK,
@@ -125,8 +126,10 @@ def plot_teaser(example: FigureExample) -> Any:
     return figure
 
 
-def read_examples(path: str | Path) -> list[FigureExample]:
+def read_examples(path: str | Path, *, allow_outside: bool = False) -> list[FigureExample]:
     """Read examples from a JSON file with the paths of images and saved reductions, relative to the file.
+
+    Paths outside the folder of the file are refused unless ``allow_outside``.
 
     ``{"format": "torino-cells/1", "examples": [{"photo", "question", "answer", "right", "shown": [{"heading",
     "reduction", "answer", "right"}]}]}``.
@@ -137,15 +140,24 @@ def read_examples(path: str | Path) -> list[FigureExample]:
     content = read_json(path)
     if content.get("format") != FORMAT:
         raise BadFile(f"{path} has the format {content.get('format')!r}; examples are read from {FORMAT!r}.")
+
+    def locate(name: str) -> Path:
+        if not allow_outside and not is_inside(path.parent / name, path.parent):
+            raise BadFile(
+                f"{path} names the file {name}, which is outside its folder. Copy the file there, or allow other "
+                "folders with --allow-outside (allow_outside=True)."
+            )
+        return path.parent / name
+
     try:
         return [
             FigureExample(
-                open_image(path.parent / entry["photo"]),
+                open_image(locate(entry["photo"])),
                 str(entry["question"]),
                 [
                     Panel(
                         str(item["heading"]),
-                        Reduction.load(path.parent / item["reduction"]),
+                        Reduction.load(locate(item["reduction"])),
                         str(item.get("answer", "")),
                         item.get("right"),
                     )
