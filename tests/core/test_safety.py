@@ -74,8 +74,8 @@ def test_compressed_checkpoint_that_expands_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_megabyte")
 def test_long_json_and_long_header_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "card.json"
-    path.write_text(json.dumps({"names": [[]] * 100_000}))
-    with pytest.raises(BadFile, match=r"card\.json has 400,\d+ bytes; torino accepts up to 262,144"):
+    path.write_text(json.dumps({"names": [[]] * 200_000}))
+    with pytest.raises(BadFile, match=r"card\.json has 800,\d+ bytes; torino accepts up to 524,288"):
         read_json(path)
     header = json.dumps({f"{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(2000)}).encode()
     (tmp_path / "t.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)

@@ -207,7 +207,8 @@ class _PlotSources:
 def _open_sources(names: list[str], allow_outside: bool) -> _PlotSources:
     from torino.core.io import read_json
     from torino.evaluation.reporting.figures import read_bench, read_examples
-    from torino.evaluation.reporting.summary import load_summary, read_scores
+    from torino.evaluation.reporting.scores_file import read_scores
+    from torino.evaluation.reporting.summary import load_summary
     from torino.evaluation.results import open_run
 
     sources = _PlotSources()

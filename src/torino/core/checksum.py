@@ -73,7 +73,7 @@ def encode_record(row: Mapping[str, Any]) -> bytes:
     >>> encode_record({"n": 1})
     b'{"n": 1, "crc32": "0af73c42"}\n'
     """
-    line = json.dumps(row, ensure_ascii=False).encode()
+    line = json.dumps(row, ensure_ascii=False).encode(errors="replace")  # a lone surrogate becomes a question mark
     return line[:-1] + b', "crc32": "%08x"}\n' % zlib.crc32(line)
 
 

@@ -23,12 +23,12 @@ from safetensors.torch import save_file as _save_safetensors
 from torch import Tensor
 
 from torino.core import checksum
-from torino.core.errors import BadFile, pickled_object
+from torino.core.errors import BadFile, TorinoError, pickled_object
 from torino.core.filetype import JSON_LINE_LIMIT, explain, identify
 from torino.core.safety import check_expansion, check_size
+from torino.core.schema import JSON_SHARE, check_type, max_json_bytes, parse_json, shorten
 
-JSON_SHARE = 4  # parsed JSON takes up to 20 times the size of its file, so only a part of the limit is accepted
-HEADER_SHARE = 16  # and each tensor in the header of a safetensors file takes more
+HEADER_SHARE = 16  # each tensor in the header of a safetensors file takes more memory than parsed JSON
 
 
 def cache_dir() -> Path:
@@ -79,18 +79,45 @@ def write_json(path: str | Path, value: object, *, sealed: bool = False) -> Path
     return write_atomic(path, write)
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object; raise :class:`BadFile` for anything else, and if it has a checksum that is wrong."""
+def read_json(
+    path: str | Path,
+    kind: Any = dict,
+    *,
+    version: str | None = None,
+    fix: str = "Write it again or download it again.",
+) -> dict[str, Any]:
+    """Read a JSON object; raise :class:`BadFile` for anything else, and if it has a checksum that is wrong.
+
+    Parameters
+    ----------
+    path : path
+    kind : type
+        Its fields, see :func:`torino.core.schema.check_type`.
+    version : str, optional
+        What its field ``format`` must be.
+    fix : str
+        The sentence of the error message that says what to do.
+    """
     try:
-        check_size(str(path), Path(path).stat().st_size, JSON_SHARE)
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            check_size(str(path), os.fstat(file.fileno()).st_size, JSON_SHARE)
+            value: dict[str, Any] = parse_json(file.read(max_json_bytes() + 1), dict)
+        value = checksum.check_object(path, value)
+        if version is not None and value.get("format") != version:
+            raise BadFile(f"{path} has the format {shorten(value.get('format'))}; this torino reads {version!r}.")
+        check_type(value, kind)
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
     except ValueError as error:
-        raise BadFile(f"{path} is not valid JSON ({error}). Write it again or download it again.") from error
-    if not isinstance(value, dict):
-        raise BadFile(f"{path} contains a JSON {type(value).__name__}, not an object with named fields.")
-    return checksum.check_object(path, cast(dict[str, Any], value))
+        if isinstance(error, TorinoError):
+            raise
+        raise BadFile(f"{path} cannot be used: {error}. {fix}") from error
+    return value
+
+
+def is_file(path: str | Path) -> bool:
+    """Return whether a path is a file; False also for a name that the system does not accept, such as a long one."""
+    return os.path.isfile(path)  # noqa: PTH113 (Path.is_file raises for such names)
 
 
 def write_arrays(
@@ -131,7 +158,7 @@ def write_arrays(
 def read_arrays(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read named arrays and their metadata from ``.npz`` or ``.safetensors``, and verify the checksum, if any."""
     path = Path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise BadFile(f"There is no file {path}. Give an existing .npz or .safetensors file.")
     if path.suffix == ".safetensors":
         arrays = read_safetensors(path)
@@ -206,14 +233,25 @@ def read_json_line(path: str | Path) -> tuple[dict[str, Any], int]:
     try:
         with Path(path).open("rb") as file:
             line = file.readline(JSON_LINE_LIMIT)
-        value = json.loads(line)
+        return parse_json(line, dict), len(line)
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise BadFile(f"The first line of {path} is not valid JSON ({error}). Download the file again.") from error
-    if not isinstance(value, dict):
-        raise BadFile(f"The first line of {path} is a JSON {type(value).__name__}, not an object with named fields.")
-    return cast(dict[str, Any], value), len(line)
+    except ValueError as error:
+        raise BadFile(f"The first line of {path} cannot be used: {error}. Download the file again.") from error
+
+
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` unless ``tensors`` contain all ``expected`` names, with their shapes and types.
+
+    The values are not read. The expected tensors may be on the device ``meta``.
+    """
+    for name, like in expected.items():
+        value = tensors.get(name)
+        if value is None:
+            raise ValueError(f"{name!r} is missing")
+        if value.shape != like.shape or value.dtype != like.dtype:
+            given, wanted = (f"{item.dtype} of shape {tuple(item.shape)}" for item in (value, like))
+            raise ValueError(f"{name!r} is {given}, not {wanted}")
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:

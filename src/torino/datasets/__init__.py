@@ -6,6 +6,7 @@ import glob
 import os
 import re
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import read_json
@@ -29,6 +30,12 @@ ACCEPTED = (
     "Accepted: a folder of images, .parquet or .tar files (also as a pattern: 'photos-*.tar'), a folder written by "
     "save_to_disk, or hf:owner/name:split"
 )
+
+
+class SplitsFile(TypedDict):
+    """Fields of ``dataset_dict.json``, which ``save_to_disk`` writes."""
+
+    splits: NotRequired[list[str]]
 
 
 def open_photos(source: str | os.PathLike[str], *, limit: int | None = None, allow_outside: bool = False) -> Photos:
@@ -92,7 +99,7 @@ def _open(text: str, limit: int | None, allow_outside: bool) -> Photos:
 
 def _open_folder(path: Path, limit: int | None, allow_outside: bool) -> Photos:
     if (path / "dataset_dict.json").is_file():
-        splits = read_json(path / "dataset_dict.json").get("splits") or ["train"]
+        splits = read_json(path / "dataset_dict.json", SplitsFile).get("splits") or ["train"]
         raise BadFile(f"{path} contains several splits ({', '.join(splits)}). Give one of them: {path / splits[0]}.")
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return open_saved(path, limit, allow_outside=allow_outside)

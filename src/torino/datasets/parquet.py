@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from torino.core.errors import BadFile, BadParameter, TorinoError, Unreachable
 from torino.core.io import read_json
 from torino.core.safety import check_expansion, expansion_limit, is_inside
+from torino.core.schema import check_type, parse_json
 from torino.datasets.base import (
     TEXT_COLUMNS,
     Photo,
@@ -36,11 +36,38 @@ CACHE_BYTES = 256 * 2**20  # size of the row groups that a parquet source keeps 
 _BINARY_TYPES = ("binary", "large_binary", "string", "large_string")
 
 
+class ClassFeature(TypedDict):
+    """Class labels, as Hugging Face describes them."""
+
+    names: list[str]
+
+
+class ListFeature(TypedDict):
+    """Lists of class labels."""
+
+    feature: ClassFeature
+
+
+class SavedFile(TypedDict):
+    """A table of a dataset."""
+
+    filename: str
+
+
+class SavedState(TypedDict):
+    """Fields of ``state.json``, which ``save_to_disk`` writes."""
+
+    _data_files: list[SavedFile]
+    _fingerprint: NotRequired[str | None]
+
+
 class _TableColumns:
     """The columns of a table that hold photos, names and captions."""
 
     def __init__(self, schema: Any, source: str) -> None:
         names = list[str](schema.names)
+        if len(set(names)) < len(names):
+            raise BadFile(f"{source} has two columns of the same name; its columns are {', '.join(names)}.")
         types = {name: schema.field(name).type for name in names}
         structs = [name for name in names if str(types[name]).startswith("struct<bytes:")]
         images = [name for name in IMAGE_COLUMNS if name in names] or structs
@@ -59,10 +86,7 @@ class _TableColumns:
         self.has_path = kind.startswith("struct<") and "path:" in kind
         self.name = next((name for name in NAME_COLUMNS if name in names), None)
         self.text = next((name for name in TEXT_COLUMNS if name in names), None)
-        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        feature: Any = metadata.get("info", {}).get("features", {}).get(self.text) or {}
-        feature = cast(Any, feature[0] if isinstance(feature, list) else feature)
-        self.class_names: list[str] = list(feature.get("names") or feature.get("feature", {}).get("names") or [])
+        self.class_names = _find_class_names(schema.metadata or {}, self.text, source)
 
     @property
     def photo_columns(self) -> list[str]:
@@ -73,6 +97,13 @@ class _TableColumns:
     def name_column(self) -> str | None:
         """Column of the photo names, as parquet addresses it."""
         return self.name or (f"{self.image}.path" if self.has_path else None)
+
+    def read_row(self, table: Any, index: int, source: str) -> dict[str, Any]:
+        """Return the photo and its captions in a row of a table."""
+        try:
+            return {name: table.column(name)[index].as_py() for name in self.photo_columns}
+        except (IndexError, ValueError) as error:  # fewer rows than the file says, or text that is not UTF-8
+            raise BadFile(f"Cannot read row {index} of {source} ({format_error(error)}). Download it again.") from error
 
     def to_photo(self, row: dict[str, Any], name: str, folder: Path, allow_outside: bool) -> Photo:
         value = row[self.image]
@@ -88,6 +119,24 @@ class _TableColumns:
                 "there, or allow other folders with --allow-outside (allow_outside=True)."
             )
         return Photo(name, folder / value, texts)
+
+
+def _find_class_names(metadata: Mapping[bytes, bytes], column: str | None, source: str) -> list[str]:
+    """Return the class names of a column from the metadata that Hugging Face stores; empty if there are none."""
+    try:
+        value: Any = parse_json(metadata.get(b"huggingface", b"{}"))
+    except ValueError as error:
+        raise BadFile(f"The metadata of {source} cannot be used: {error}. Download the file again.") from error
+    for name in ("info", "features", column):
+        value = cast(dict[Any, Any], value).get(name) if isinstance(value, dict) else None
+    feature: Any = cast(list[Any], value)[0] if isinstance(value, list) and value else value
+    for kind in (ClassFeature, ListFeature):
+        try:
+            check_type(feature, kind)
+            return feature["names"] if kind is ClassFeature else feature["feature"]["names"]
+        except ValueError:  # not a column of class labels
+            continue
+    return []
 
 
 class ParquetPhotos(Photos):
@@ -123,7 +172,7 @@ class ParquetPhotos(Photos):
         group = bisect_right(self._starts, index) - 1
         _, columns, path = self._files[self._groups[group][0]]
         table = self._read_group(group)
-        row = {name: table.column(name)[index - self._starts[group]].as_py() for name in columns.photo_columns}
+        row = columns.read_row(table, index - self._starts[group], path.name)
         return columns.to_photo(row, self._names[index], path.parent, self._allow_outside)
 
     def _read_group(self, group: int) -> Any:
@@ -233,28 +282,36 @@ class ArrowPhotos(Photos):
         self._allow_outside = allow_outside
         columns = self._columns
         labels: list[str | None] = [None] * len(table)
-        if columns.name is not None:
-            labels = _to_texts(table.column(columns.name).chunks)
-        elif columns.has_path:
-            labels = _to_texts([chunk.field("path") for chunk in table.column(columns.image).chunks])
+        try:
+            if columns.name is not None:
+                labels = _to_texts(table.column(columns.name).chunks)
+            elif columns.has_path:
+                index = table.schema.field(columns.image).type.get_field_index("path")
+                labels = _to_texts([chunk.field(index) for chunk in table.column(columns.image).chunks])
+        except ValueError as error:
+            raise BadFile(
+                f"The names in {source} cannot be read ({format_error(error)}). Download it again."
+            ) from error
         names = [f"{source}#{row}" if label is None else label for row, label in enumerate(labels)]
         selected, describe = take_first(names, limit, source)
         super().__init__(selected, hash_parts("table", len(table), len(selected), fingerprint), describe)
 
     def _photo(self, index: int) -> Photo:
-        row = {name: self._table.column(name)[index].as_py() for name in self._columns.photo_columns}
+        row = self._columns.read_row(self._table, index, self.describe)
         return self._columns.to_photo(row, self._names[index], self._folder, self._allow_outside)
 
 
 def open_saved(path: Path, limit: int | None, *, allow_outside: bool = False) -> Photos:
     """Open a folder written by ``save_to_disk``."""
-    arrow, state = _import_pyarrow("pyarrow"), read_json(path / "state.json")
-    files = [path / str(entry["filename"]) for entry in state.get("_data_files", [])]
+    arrow = _import_pyarrow("pyarrow")
+    state = read_json(path / "state.json", SavedState, fix="Save or download the dataset again.")
+    files = [path / entry["filename"] for entry in state["_data_files"]]
     try:
         for file in files:
             _check_stream(arrow, path, file)
         tables = [arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all() for file in files]
         table = arrow.concat_tables(tables)
+        table.validate(full=True)  # arrow ends the process when it follows a wrong offset
     except (OSError, ValueError) as error:
         if isinstance(error, TorinoError):
             raise

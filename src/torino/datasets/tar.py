@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torino.core.errors import BadFile
-from torino.core.io import JSON_SHARE
 from torino.core.safety import check_size
+from torino.core.schema import JSON_SHARE, parse_json
 from torino.datasets.base import (
     IMAGE_SUFFIXES,
     TEXT_COLUMNS,
@@ -96,8 +95,7 @@ def _parse_captions(ending: str, data: bytes) -> tuple[str, ...]:
     if ending != "json":
         return parse_lines(data)
     try:
-        value: Any = json.loads(data)
-    except (ValueError, RecursionError):  # a broken caption file does not make the photo unusable
+        fields: dict[str, Any] = parse_json(data, dict)
+    except ValueError:  # a broken caption file does not make the photo unusable
         return ()
-    fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
     return next((texts for name in TEXT_COLUMNS if (texts := parse_texts(fields.get(name)))), ())

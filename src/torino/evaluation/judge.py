@@ -7,7 +7,6 @@ Needs the package openai (``pip install "torino[judge]"``).
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import warnings
@@ -17,10 +16,11 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from torino.core.checksum import encode_record, split_record
 from torino.core.errors import BadFile, BadParameter, TorinoError, Unreachable
+from torino.core.schema import parse_json
 from torino.evaluation.samples import Sample
 
 if TYPE_CHECKING:
@@ -75,6 +75,13 @@ class Grader(Protocol):
     def grade_all(self, samples: Iterable[Sample], predictions: Mapping[str, str], /) -> dict[str, float | None]:
         """Return grades from 0 to 1 by index; None if an answer could not be graded."""
         ...
+
+
+class _CachedGrade(TypedDict):
+    """A line of the cache; its other fields are for readers."""
+
+    key: str
+    grade: float
 
 
 class _ReplyError(Exception):
@@ -352,17 +359,13 @@ async def _read_limited(response: Any) -> bytes:
 def _parse_reply(content: bytes) -> str:
     """Return the text of a chat completion."""
     try:
-        text = json.loads(content)["choices"][0]["message"]["content"]
-    except (ValueError, RecursionError) as error:
-        raise _ReplyError(f"its reply is not JSON ({type(error).__name__}: {error})") from error
+        text = parse_json(content)["choices"][0]["message"]["content"]
+    except ValueError as error:
+        raise _ReplyError(f"its reply is not JSON ({error})") from error
     except (KeyError, IndexError, TypeError) as error:
         raise _ReplyError(f"its reply has no choices[0].message.content ({error!r})") from error
     if not isinstance(text, str):
         raise _ReplyError(f"its reply has a {type(text).__name__} instead of a text as content")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _ReplyError(f"its reply is not valid Unicode ({error.reason})") from error
     return text
 
 
@@ -392,10 +395,9 @@ def _read_grades(path: Path) -> dict[str, float | None]:
             warnings.warn(text, stacklevel=4)
             continue
         try:
-            row = json.loads(content)
-            key, grade = str(row["key"]), float(row["grade"])
-        except (ValueError, KeyError, TypeError):
+            row = parse_json(content, _CachedGrade)
+        except ValueError:
             continue
-        if 0 <= grade <= 1:
-            grades[key] = grade
+        if 0 <= row["grade"] <= 1:
+            grades[row["key"]] = float(row["grade"])
     return grades

@@ -18,7 +18,9 @@ from string import ascii_letters, ascii_uppercase, digits
 from typing import Any, Literal, NamedTuple, cast
 
 from torino.core.errors import BadFile
+from torino.core.io import is_file
 from torino.core.safety import check_size, is_inside
+from torino.core.schema import parse_json
 from torino.evaluation.tsv import TsvRow, read_rows, unquote
 
 OnBadRow = Literal["skip", "raise"]
@@ -278,15 +280,17 @@ def parse_answers(text: str) -> tuple[str, ...]:
     """
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
-        for parse in (json.loads, ast.literal_eval) if len(text) <= MAX_LITERAL else (json.loads,):
+        for parse in (parse_json, ast.literal_eval) if len(text) <= MAX_LITERAL else (parse_json,):
             try:
                 items = cast(list[Any], parse(text))
+                answers = [
+                    str(cast(dict[str, Any], item).get("answer", "") if isinstance(item, dict) else item)
+                    for item in items
+                ]
+                "".join(answers).encode()  # raises for a lone surrogate
             except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # cells hold arbitrary text
                 continue
-            answers = [
-                cast(dict[str, Any], item).get("answer", "") if isinstance(item, dict) else item for item in items
-            ]
-            return tuple(str(answer) for answer in answers)
+            return tuple(answers)
     return () if text in _EMPTY else (text,)
 
 
@@ -337,7 +341,7 @@ class _ImageFinder:
     def find(self, name: str) -> ImageRef:
         for root in self.roots:
             path = root / name  # an absolute name ignores root
-            if path.is_file():
+            if is_file(path):
                 if not self.allow_outside and not is_inside(path, self.roots[0]):
                     raise BadFile(
                         f"{self.path} names the image {name}, which is outside its folder {self.roots[0]}. Copy the "
@@ -346,7 +350,8 @@ class _ImageFinder:
                 # names, so that the key is the same on every machine; the size, in case the image is replaced
                 identity = f"{self.stem}/{name}/{path.stat().st_size}"
                 return ImageRef(path, blake2b(identity.encode(), digest_size=16).hexdigest())
-        raise _BadRow(f"image {name} not found in {', '.join(map(str, self.roots))}")
+        shown = name if len(name) <= 100 else f"{name[:100]}… ({len(name):,} characters)"
+        raise _BadRow(f"image {shown} not found in {', '.join(map(str, self.roots))}")
 
 
 def _read_header(path: Path, row: TsvRow | None) -> list[str]:
@@ -418,6 +423,8 @@ def _locate_images(
     spans = [span]
     if text[:1] == b"[":
         spans = [(start + match.start(2), start + match.end(2)) for match in _QUOTED.finditer(raw[start:stop])]
+        if not spans:
+            raise _BadRow("the list of images contains no quoted base64 text")
     images: list[ImageRef] = []
     for first, last in spans:
         data = raw[first:last]
@@ -451,12 +458,10 @@ def _resolve_references(
 def _read_json_cells(line: bytes) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the texts of a JSON line, and the names of its images."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        raise _BadRow("not valid JSON") from None
-    if not isinstance(value, dict):
-        raise _BadRow("not a JSON object")
-    fields = {str(name): item for name, item in cast(dict[Any, Any], value).items() if item is not None}
+        value: dict[str, Any] = parse_json(line, dict)
+    except ValueError as error:
+        raise _BadRow(str(error)) from None
+    fields = {name: item for name, item in value.items() if item is not None}
     images = fields.pop("image", fields.pop("images", []))
     names = tuple(str(name) for name in cast(list[Any], images)) if isinstance(images, list) else (str(images),)
     options = fields.pop("options", fields.pop("choices", None))

@@ -7,19 +7,20 @@ over the samples, sends ``task.prompt(sample)`` with the image to a model, and w
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from torino.core.checksum import split_record
 from torino.core.errors import BadFile, BadParameter, UnknownName, unknown_name
+from torino.core.io import is_file
 from torino.core.prompt_styles import PromptStyle
+from torino.core.schema import parse_json
 from torino.evaluation import scoring
 from torino.evaluation.benchmarks import (
     CUSTOM,
@@ -281,7 +282,7 @@ def open_task(
 def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
     """Return the file of a task; raise :class:`BadFile` or ``UnknownName`` if there is none."""
     path = Path(name)
-    if path.suffix in (".tsv", ".jsonl") and path.is_file():
+    if path.suffix in (".tsv", ".jsonl") and is_file(path):
         return path
     root = data_folder(folder)
     text = str(name)
@@ -290,7 +291,7 @@ def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
     for stem in dict.fromkeys(stems):
         for ending in ("", ".tsv", "_local.tsv", ".jsonl"):
             candidate = root / f"{stem}{ending}"
-            if candidate.is_file() and candidate.suffix in (".tsv", ".jsonl"):
+            if is_file(candidate) and candidate.suffix in (".tsv", ".jsonl"):
                 return candidate
     files = sorted(file.name for file in root.glob("*.tsv")) + sorted(file.name for file in root.glob("*.jsonl"))
     contents = f"it contains {', '.join(files)}" if files else "it contains no .tsv and no .jsonl file"
@@ -325,14 +326,14 @@ def read_answers(path: str | Path) -> list[dict[str, Any]]:
         try:
             if not correct:
                 raise ValueError("it does not match its checksum")
-            row = json.loads(content)
-            if not isinstance(row, dict) or "index" not in row:
-                raise ValueError("not an object with an index")
+            row: dict[str, Any] = parse_json(content, dict)
+            if "index" not in row:
+                raise ValueError("it has no index")
         except ValueError as error:
             if number == len(lines):
                 break
-            raise BadFile(f"{path}, line {number} is not an answer ({error}). Remove that line.") from error
-        rows.append(cast(dict[str, Any], row))
+            raise BadFile(f"{path}, line {number} is not an answer: {error}. Remove that line.") from error
+        rows.append(row)
     return rows
 
 
@@ -376,7 +377,11 @@ def _group(kind: Kind, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _base_index(index: str) -> str:
-    return str(int(index) % ROTATION_STEP) if index.isdecimal() else index
+    return str(int(index) % ROTATION_STEP) if _is_number(index) else index
+
+
+def _is_number(index: str) -> bool:
+    return index.isdecimal() and len(index) < 19  # Python refuses to convert thousands of digits
 
 
 def make_rotations(sample: Sample) -> list[Sample]:
@@ -387,6 +392,6 @@ def make_rotations(sample: Sample) -> list[Sample]:
     for turn in range(len(letters)):
         options = dict(zip(letters, texts[turn:] + texts[:turn], strict=True))
         answer = letters[(correct - turn) % len(letters)]
-        index = str(int(sample.index) + turn * ROTATION_STEP) if sample.index.isdecimal() else f"{sample.index}+{turn}"
+        index = str(int(sample.index) + turn * ROTATION_STEP) if _is_number(sample.index) else f"{sample.index}+{turn}"
         rotations.append(replace(sample, index=index if turn else sample.index, options=options, answers=(answer,)))
     return rotations

@@ -232,7 +232,7 @@ def _format_spread(row: Mapping[str, Any]) -> str:
 
 
 def _bounds(interval: Mapping[str, Any]) -> str:
-    return "" if interval["low"] is None else f"[{interval['low']:.2f}, {interval['high']:.2f}]"
+    return "" if None in (interval["low"], interval["high"]) else f"[{interval['low']:.2f}, {interval['high']:.2f}]"
 
 
 def _answer_table(summary: Summary) -> str:

@@ -115,7 +115,7 @@ def paper_rows_for(table: PaperTable, tier: Mapping[str, Any]) -> list[PaperRow]
     """Return the paper's rows of a tier: those with the same budget, or the same (k, δ)."""
     tiers = table.tiers()
     if table.setting == "fixed budget":
-        return tiers.get(int(tier["tier"]), []) if str(tier["tier"]).isdecimal() else []
+        return {str(tokens): rows for tokens, rows in tiers.items()}.get(tier["tier"], [])
     counts = list(tiers)
     pair, _ = parse_tier(str(tier["tier"]))
     if pair not in PAPER_TIERS or len(counts) != len(PAPER_TIERS):
@@ -317,7 +317,7 @@ def _build_cell(row: Mapping[str, Any], column: str) -> TableCell:
         text += f" ± {score['sd']:.2f}"
     incomplete = score["questions"] < score["of"] if column != RELATIVE else is_incomplete(row)
     text += "*" if incomplete else ""
-    return TableCell(text, "", score["low"], score["high"], score["value"], score.get("sd"))
+    return TableCell(text, "", score.get("low"), score.get("high"), score["value"], score.get("sd"))
 
 
 def _build_paper_row(row: PaperRow, columns: Mapping[str, str]) -> TableRow:
