@@ -41,6 +41,11 @@ def write_run(folder: Path) -> None:
     for name in ("run.json", "settings.json"):
         content = json.loads((run / name).read_text())
         content["settings"] = [setting for setting in content["settings"] if setting["id"] in keep]
+        if name == "run.json":
+            content |= {"dtype": "float16", "weights": "0123", "processor": "4567", "clip": None}
+            content["saes"]["x64"]["content"] = "89ab"
+            for task in content["tasks"]:
+                task["images"] = "cdef"
         (run / name).write_text(json.dumps(content))
     path = run / "answers" / "1of1.jsonl"
     lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["setting"] in keep]

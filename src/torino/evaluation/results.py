@@ -21,8 +21,6 @@ from torino.evaluation.tasks import Task, open_task
 
 FORMAT = "torino-run/1"
 RUN, SETTINGS, ANSWERS, PROBLEMS = "run.json", "settings.json", "answers", "problems"
-
-
 _FIX = "Restore a copy of the file, or start the run again in a new folder."
 
 
@@ -46,6 +44,7 @@ class TaskEntry(TaskFacts):
     path: str
     kind: str
     max_new_tokens: Positive
+    images: NotRequired[str | None]
 
 
 class SAEEntry(TypedDict):
@@ -54,6 +53,7 @@ class SAEEntry(TypedDict):
     latents: NotRequired[Positive | None]
     kind: NotRequired[str | None]
     name: NotRequired[str | None]
+    content: NotRequired[str | None]
 
 
 class RunFacts(TypedDict):
