@@ -28,8 +28,8 @@ from torino import SAE, RawEmbedding, Reduction, VisualTokens, make
 from torino.core.tokens import Origin, load_tokens, save_tokens
 
 
-def use_sae(folder: Path) -> None:
-    sae = SAE.load(folder)
+def use_sae(folder: Path, file: str = "") -> None:
+    sae = SAE.load(folder / file)
     repr(sae)
     json.dumps(sae.facts(), allow_nan=False)
     sae.check_origin(Origin("", 22), sae.width)
@@ -111,6 +111,56 @@ def write_sparsify(folder: Path) -> None:
     write_files(folder, "sae.safetensors", weights, cfg=config | {"transcode": False, "skip_connection": False})
 
 
+def write_saev(folder: Path) -> None:
+    """Write a line of JSON and a checkpoint after it."""
+    activation = {"cls": "TopK", "params": {"top_k": K, "aux": {"cls": "AuxK", "params": {"k_aux": 512}}}}
+    line = {"schema": 5, "cfg": {"d_model": D, "d_sae": C, "activation": activation, "normalize_w_dec": True}}
+    with (folder / "sae.pt").open("wb") as file:
+        file.write(json.dumps(line).encode() + b"\n")
+        torch.save(parameter_weights(), file)
+    data = {"scale_mean": False, "scale_norm": False, "layer": -2, "patches": "patches"}
+    (folder / "config.json").write_text(json.dumps({"data": data}))
+
+
+def write_prisma(folder: Path) -> None:
+    config = {"model_class_name": "HookedViT", "model_name": "open-clip:x/y", "hook_point_layer": 22, "d_in": D}
+    config |= {"layer_subtype": "hook_resid_post", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": K}}
+    config |= {"cls_token_only": False, "use_patches_only": True, "normalize_activations": "layer_norm"}
+    config |= {"architecture": "standard", "expansion_factor": C // D, "d_sae": C, "is_transcoder": False}
+    write_files(folder, "weights.pt", parameter_weights(), config=config)
+
+
+def write_overcomplete(folder: Path) -> None:
+    weights = {
+        "encoder.final_block.0.weight": random_tensor(C, D, seed=1),
+        "encoder.final_block.0.bias": random_tensor(C, seed=3),
+        "encoder.final_block.1.weight": torch.ones(C),
+        "encoder.final_block.1.bias": torch.zeros(C),
+        "encoder.final_block.1.running_mean": torch.zeros(C),
+        "encoder.final_block.1.running_var": torch.ones(C),
+        "encoder.final_block.1.num_batches_tracked": torch.tensor(3),
+        "dictionary._weights": random_tensor(C, D, seed=2),
+        "dictionary.multiplier": torch.tensor(0.7),
+    }
+    write_files(folder, "sae.pt", weights)
+
+
+def write_qwen_scope(folder: Path) -> None:
+    weights = {"W_enc": random_tensor(C, D, seed=1), "W_dec": random_tensor(D, C, seed=2)}
+    weights |= {"b_enc": random_tensor(C, seed=3), "b_dec": random_tensor(D, seed=4)}
+    write_files((folder / QWEN_SCOPE).parent, "layer22.sae.pt", weights)
+
+
+def use_qwen_scope(folder: Path) -> None:
+    use_sae(folder, QWEN_SCOPE)
+
+
+def use_relu_sae(folder: Path) -> None:
+    """Load an SAE whose files do not name its kind."""
+    sae = SAE.load(folder, kind="relu")
+    sae.encode(torch.ones(3, sae.width))
+
+
 def make_tokens(seed: int = 0) -> VisualTokens:
     return VisualTokens(random_tensor(12, 4, seed=seed), (3, 4), Origin("clip", 22))
 
@@ -146,6 +196,7 @@ def write_token_files(folder: Path) -> None:
         save_tokens([make_tokens(0), make_tokens(1)], folder / f"tokens.{suffix}")
 
 
+QWEN_SCOPE = f"SAE-Res-Qwen3.5-2B-Base-W32K-L0_{K}/layer22.sae.pt"
 CASES = [
     *(FuzzCase("torino", write_torino, file, use_sae) for file in ("card.json", "names.json", "sae.safetensors")),
     *(FuzzCase("dictionary_learning", write_dictionary_learning, file, use_sae) for file in ("config.json", "ae.pt")),
@@ -154,6 +205,10 @@ CASES = [
     *(FuzzCase("scaled", write_scaled, file, use_sae) for file in ("cfg.json", "activation_scaler.json")),
     *(FuzzCase("whitened", write_whitened, file, use_sae) for file in ("cfg.json", "activation_whitening.safetensors")),
     *(FuzzCase("sparsify", write_sparsify, file, use_sae) for file in ("cfg.json", "sae.safetensors")),
+    *(FuzzCase("saev", write_saev, file, use_sae) for file in ("config.json", "sae.pt")),
+    *(FuzzCase("prisma", write_prisma, file, use_sae) for file in ("config.json", "weights.pt")),
+    FuzzCase("overcomplete", write_overcomplete, "sae.pt", use_relu_sae),
+    FuzzCase("qwen-scope", write_qwen_scope, QWEN_SCOPE, use_qwen_scope),
     FuzzCase("reduction", write_reductions, "plan.npz", lambda folder: use_reduction(folder / "plan.npz")),
     FuzzCase(
         "reduction", write_reductions, "plan.safetensors", lambda folder: use_reduction(folder / "plan.safetensors")

@@ -270,11 +270,16 @@ def _damage_npz(draw: Draw, data: bytes) -> bytes:
 
 
 def _damage_checkpoint(draw: Draw, data: bytes) -> bytes:
+    """Edit the tensors of a checkpoint, or the line of JSON before it."""
+    line, start = (data[: data.index(b"\n") + 1], data.index(b"\n") + 1) if data.startswith(b"{") else (b"", 0)
+    if line and draw(st.booleans()):
+        return _damage_json(draw, line) + b"\n" + data[start:]
+    data = data[start:]
     arrays = dict(torch.load(io.BytesIO(data), weights_only=True))
     damage_arrays(draw, arrays, {})
     out = io.BytesIO()
     torch.save(draw(st.sampled_from([arrays, arrays, arrays, list(arrays.values()), {"state": arrays}])), out)
-    return out.getvalue()
+    return line + out.getvalue()
 
 
 # ------------------------------------------------------------------ archives

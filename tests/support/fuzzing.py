@@ -39,6 +39,8 @@ class FuzzCase:
         Reads the folder and uses what it has read.
     cost : int
         By how much the number of examples is divided, because reading takes long.
+    reseal : callable
+        Corrects a checksum of the damaged content: otherwise nothing behind it would be tested.
     """
 
     name: str
@@ -46,6 +48,7 @@ class FuzzCase:
     target: str
     use: Callable[[Path], Any]
     cost: int = 1
+    reseal: Callable[[bytes], bytes] = bytes
 
     def __str__(self) -> str:
         return f"{self.name}:{self.target}"
@@ -63,7 +66,7 @@ class FuzzCase:
             if content is None:
                 self.use(folder)
                 return
-            (folder / self.target).write_bytes(content)
+            (folder / self.target).write_bytes(self.reseal(content))
             with only_torino_errors():
                 self.use(folder)
 
