@@ -16,6 +16,7 @@ from torino_lab.model import lab_folder
 from torino_lab.shipped import lab_sae
 
 from tests.support.command import run_torino
+from tests.support.files import flip_byte
 from torino import SAE, make
 from torino.core.errors import BadFile, Unreachable
 from torino.core.io import write_arrays
@@ -62,6 +63,16 @@ def test_file_with_another_checksum_is_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(BadFile, match=r"has SHA-256 .* another release or damaged"):
         lab.tower_folder()
     assert not (tmp_path / "cache").exists()
+
+
+def test_damaged_tower_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORINO_CACHE", str(tmp_path))
+    weights = write_arrays(tmp_path / lab.NAME / "model.safetensors", {"a": torch.ones(8)}, {"format": "pt"})
+    (tmp_path / lab.NAME / "config.json").touch()
+    assert lab.tower_folder() == tmp_path / lab.NAME
+    flip_byte(weights, -1)
+    with pytest.raises(BadFile, match=r"model\.safetensors is damaged: .* checksum\. Delete the folder"):
+        lab.tower_folder()
 
 
 def test_without_package_and_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
