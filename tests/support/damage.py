@@ -24,6 +24,7 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 DEEP = 500
 NUMBERS = [0, -1, 1, 3, 2**31, 2**63, -(2**63), 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"), -float("inf")]
 TEXTS = ["", " ", "x", "nan", "\x00", "a\nb", "\ud800", "9" * 5000, "a" * 5000, "../x", "/", "[AAA", "%s", "💧", "é"]
+TEXTS += ["$\\x{", "a$b$c", "\x1b]0;x\x07", "[/red]", "<b>", "=1+1", "a|b", "{}", "\\"]
 
 
 def nest(depth: int) -> list[Any]:

@@ -191,8 +191,8 @@ def _print_store(store: Store, rate: float | None, as_json: bool) -> None:
     names = {"cls": "the CLS token", "all": "all patches"}
     selected = names.get(settings.tokens) or f"{settings.tokens.removeprefix('random:')} random patches"
     _print(
-        f"{store.rows:,} rows of width {settings.width}: {selected} of each of {escape(settings.data)}, after block "
-        f"{settings.block} of {escape(settings.encoder or 'an unnamed tower')}."
+        f"{store.rows:,} rows of width {settings.width}: {escape(selected)} of each of {escape(settings.data)}, "
+        f"after block {settings.block} of {escape(settings.encoder or 'an unnamed tower')}."
     )
     shards = f"{len(store.shards)} shard{'s' if len(store.shards) > 1 else ''}"
     status = "all checksums are correct" if rate is None else f"{rate:.1f} photos/s" if rate else "already complete"

@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.markup import escape
+from typer import rich_utils
 
 from torino.cli import activations as _activations
 from torino.cli import ask as _ask
@@ -22,6 +23,7 @@ from torino.cli import report as _report
 from torino.cli import sae as _sae
 from torino.cli import train as _train
 from torino.cli._common import errors, note, out
+from torino.cli._console import SafeConsole
 from torino.core.errors import TorinoError
 
 app = typer.Typer(
@@ -53,6 +55,8 @@ app.command(epilog=_bench.EPILOG)(_bench.bench)
 def main() -> None:
     """Run the command; errors are printed as one sentence, with exit code 2."""
     warnings.showwarning = _print_warning
+    # typer quotes arguments, such as file names, when it refuses them
+    rich_utils.Console = SafeConsole  # pyright: ignore[reportPrivateImportUsage]
     try:
         app()
     except TorinoError as error:

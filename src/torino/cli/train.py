@@ -304,9 +304,9 @@ def sweep(
     table = Table(box=None, pad_edge=False)
     flat = [flatten_row(row) for row in rows]
     for column in flat[0]:
-        table.add_column(column, justify="right")
+        table.add_column(escape(column), justify="right")
     for row in flat:
-        table.add_row(*[format_value(column, value) for column, value in row.items()])
+        table.add_row(*[escape(format_value(column, value)) for column, value in row.items()])
     out.print(table)
     _print(f"Wrote {escape(str(output))}/table.md and table.csv.")
 

@@ -27,6 +27,7 @@ from torino.core.errors import BadFile, TorinoError, pickled_object
 from torino.core.filetype import JSON_LINE_LIMIT, explain, identify
 from torino.core.safety import check_expansion, check_size
 from torino.core.schema import JSON_SHARE, check_type, max_json_bytes, parse_json, shorten
+from torino.core.text import printable
 
 HEADER_SHARE = 16  # each tensor in the header of a safetensors file takes more memory than parsed JSON
 
@@ -71,7 +72,8 @@ def write_json(path: str | Path, value: object, *, sealed: bool = False) -> Path
     """Write ``value`` as indented JSON, atomically; ``sealed`` adds the field ``checksum`` to a JSON object."""
     if sealed:
         value = checksum.with_checksum(cast(Mapping[str, Any], value))
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(value, indent=2, ensure_ascii=False).encode(errors="replace").decode()  # lone surrogates
+    text = printable(text) + "\n"
 
     def write(target: Path) -> None:
         target.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Handle files from others safely: limits, paths, and text for a terminal, a spreadsheet or Markdown.
+"""Handle files from others safely: limits and paths.
 
 Limits keep a small crafted file from filling the memory. Two environment variables raise them: ``TORINO_MAX_PIXELS``
 for images, ``TORINO_MAX_BYTES`` for other data.
@@ -6,11 +6,8 @@ for images, ``TORINO_MAX_BYTES`` for other data.
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torino.core.errors import BadFile, BadParameter
@@ -19,10 +16,6 @@ PIXELS_VARIABLE, BYTES_VARIABLE = "TORINO_MAX_PIXELS", "TORINO_MAX_BYTES"
 MAX_PIXELS = 2**26  # 67 megapixels, more than nearly all cameras; an opened image takes about 8 bytes per pixel
 MAX_BYTES = 2**28
 MAX_RATIO = 10  # larger data is accepted up to this many times its size on disk
-
-# Control characters except tab and line feed, line separators, characters that reorder text, and lone surrogates.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # also the full-width forms
 
 
 # ---------------------------------------------------------------------- limits
@@ -90,55 +83,3 @@ def is_inside(path: Path, folder: Path) -> bool:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError):  # a loop of links, or a name that no file can have
         return False
-
-
-# ---------------------------------------------------------------------- text
-
-
-def printable(text: str) -> str:
-    r"""Replace characters that control a terminal or reorder text by visible escapes; tabs and line feeds stay.
-
-    Examples
-    --------
-    >>> printable("a\x1b[31mb\u202ec\udcff")
-    'a\\x1b[31mb\\u202ec\\udcff'
-    """
-    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
-
-
-def csv_cell(value: object) -> object:
-    """Return a value for a CSV file: a text that a spreadsheet would run as a formula is preceded by an apostrophe.
-
-    Examples
-    --------
-    >>> [csv_cell(value) for value in ("=1+1", "-0.5", -0.5, "- 3", "@x", "cat")]
-    ["'=1+1", '-0.5', -0.5, "'- 3", "'@x", 'cat']
-    """
-    if not isinstance(value, str) or not value.lstrip(" ").startswith(_FORMULA):
-        return value
-    try:
-        float(value)
-    except ValueError:
-        return f"'{value}"
-    return value
-
-
-def format_csv(rows: Iterable[Sequence[object]]) -> str:
-    """Format rows as CSV, without formulas."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([csv_cell(value) for value in row] for row in rows)
-    return text.getvalue()
-
-
-def neutralize_markdown(text: str, allowed: Sequence[str] = ()) -> str:
-    """Return Markdown without raw HTML, links and images; ``allowed`` tags stay.
-
-    Examples
-    --------
-    >>> neutralize_markdown("<u>2</u> <script> ![x](http://y) p &lt; 1", ["u"])
-    '<u>2</u> &lt;script> !&#91;x]&#40;http://y) p &lt; 1'
-    """
-    tags = "|".join(re.escape(f"<{slash}{name}>") for name in allowed for slash in ("", "/")) or "(?!)"
-    text = re.sub(f"({tags})|<", lambda match: match[1] or "&lt;", text)
-    # entities, because a backslash before them cannot give them a meaning again
-    return re.sub(r"(?<=\])[(\[:]|(?<=!)\[", lambda match: f"&#{ord(match[0])};", text)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from torino.core.errors import BadParameter
 from torino.core.io import read_json, write_json
+from torino.core.text import format_csv
 from torino.sae.formats.native import read_digest
 from torino.sae.model import SAE
 from torino.training.activations.base import Activations
@@ -125,16 +124,12 @@ def write_tables(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write the rows as ``table.md``, with rounded numbers, and ``table.csv``."""
     flat = [flatten_row(row) for row in rows]
     columns = list(dict.fromkeys(name for row in flat for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
     lines = ["| " + " | ".join(columns) + " |", "|" + " ---: |" * len(columns)]
     lines += [
         "| " + " | ".join(format_value(name, row[name]) if name in row else "" for name in columns) + " |"
         for row in flat
     ]
-    write_text(folder / "table.csv", text.getvalue())
+    write_text(folder / "table.csv", format_csv([columns, *([row.get(name, "") for name in columns] for row in flat)]))
     write_text(folder / "table.md", "\n".join(lines) + "\n")
 
 
