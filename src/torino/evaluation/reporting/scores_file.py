@@ -132,6 +132,12 @@ class SummarizedRun(RunFacts):
     tasks: list[TaskFacts]
 
 
+class ScoresWarning(TypedDict):
+    """What makes scores meaningless."""
+
+    text: str
+
+
 class ScoresFile(TypedDict):
     """Fields of ``scores.json`` that are read again."""
 
@@ -139,6 +145,7 @@ class ScoresFile(TypedDict):
     run: SummarizedRun
     scored: bool
     notes: list[str]
+    warnings: NotRequired[list[ScoresWarning]]
     answers: AnswerCounts
     progress: ScoresProgress
     columns: list[ScoresColumn]
