@@ -6,7 +6,7 @@ JOBS ?= 2  # test processes
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test check format lint types layers docs docs-serve tables wheels wheel-test bench clean
+.PHONY: help setup demo test fuzz check format lint types layers docs docs-serve tables wheels wheel-test bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -26,6 +26,9 @@ demo: $(STAMP) ## Draw the concepts of a bundled photo and ask a small model abo
 
 test: $(STAMP) ## Run all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+fuzz: $(STAMP) ## Read many damaged files, others at each run (about 15 minutes)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --hypothesis-profile=fuzz tests/fuzz
 
 format: $(STAMP) ## Format the code and fix what ruff can
 	$(BIN)/ruff format .

@@ -177,7 +177,7 @@ def features(paths: list[Path], count: int, tower: Tower, cache: Path) -> Tensor
             tokens: list[np.ndarray] = []
             for place, jpeg in enumerate(chunk):
                 progress("photo", start + place, count)
-                tokens.append(tower(crop(Image.open(io.BytesIO(jpeg)))))
+                tokens.append(tower(crop(Image.open(io.BytesIO(jpeg), formats=["JPEG"]))))
             write_atomic(path, lambda target, tokens=tokens: np.save(target, np.stack(tokens)))
         parts.append(np.load(path))
         progress("photo", start + len(chunk), count)
@@ -312,7 +312,7 @@ def make(args: argparse.Namespace) -> None:
     for name in FREE_PHOTOS:
         photo = crop(Image.fromarray(getattr(skimage.data, name)()))
         write_atomic(out / f"photos/{name}.jpg", lambda target, photo=photo: photo.save(target, quality=85))
-        patches.append(torch.from_numpy(tower(Image.open(out / f"photos/{name}.jpg"))))
+        patches.append(torch.from_numpy(tower(Image.open(out / f"photos/{name}.jpg", formats=["JPEG"]))))
     rounded = round_to(torch.stack(patches), TOKEN_SCALE).half()
     example = {"patches": rounded, "grids": torch.full((len(patches), 2), GRID)}
     metadata = {"encoder": ENCODER, "block": str(BLOCK), "images": ",".join(FREE_PHOTOS)}

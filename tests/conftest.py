@@ -1,4 +1,6 @@
-"""For all tests: one hypothesis profile, the same examples on every run; and one thread.
+"""For all tests: a hypothesis profile with the same examples on every run; and one thread.
+
+``make fuzz`` uses the profile ``fuzz``: many examples, different ones on every run, and failures are tried again first.
 
 Tiny products gain nothing from threads, and waiting threads are slow on a busy machine. That the number of
 threads changes no answer is tested where it could (test_exact_topk.py).
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 settings.register_profile(
     "torino",
@@ -16,6 +19,14 @@ settings.register_profile(
     database=None,
     max_examples=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile(
+    "fuzz",
+    settings.get_profile("torino"),
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(".hypothesis"),
+    max_examples=2000,
+    print_blob=True,
 )
 settings.load_profile("torino")
 

@@ -13,7 +13,6 @@ Example::
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import platform
@@ -23,12 +22,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 from torino_lab.training.features import clip_encoder
 from torino_lab.training.questions import mentioned
 from torino_lab.weights import clip_folder
+
+from torino.datasets.images import open_image
 
 SMALL = {"ball", "hat", "helmet", "cup", "bottle", "frisbee", "skateboard", "sign", "flower", "tie", "phone", "book"}
 
@@ -50,7 +50,7 @@ def extract(images: list[bytes], folder: Path, size: int) -> tuple[Tensor, float
     parts: list[Tensor] = []
     began = time.perf_counter()
     for start in range(0, len(images), 8):
-        opened = [Image.open(io.BytesIO(image)).convert("RGB") for image in images[start : start + 8]]
+        opened = [open_image(image) for image in images[start : start + 8]]
         parts.append(encode(opened)[:, 1:].half())
     return torch.cat(parts), (time.perf_counter() - began) / len(images)
 

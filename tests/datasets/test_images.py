@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import struct
+import subprocess
+import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -13,7 +17,6 @@ import torch
 from PIL import Image
 
 from torino.core.errors import BadFile, BadParameter
-from torino.datasets import images
 from torino.datasets.images import as_seen, mean_color, open_image, pad_square, prepare
 
 
@@ -135,11 +138,11 @@ def test_invalid_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(BadFile, match=expected) as caught:
             open_image(source)  # type: ignore[arg-type]
         assert len(str(caught.value)) < 400
-    monkeypatch.setattr(images, "MAX_PIXELS", 1000)
+    monkeypatch.setenv("TORINO_MAX_PIXELS", "1000")
     with pytest.raises(BadFile, match="64x64 pixels; torino accepts up to 1,000"):
         open_image(encode_image(photo))
     with pytest.raises(BadFile, match="padded to a square"):
-        prepare(Image.new("RGB", (3, 40)), "square")
+        prepare(Image.new("RGB", (3, 50)), "square")
 
 
 def test_decompression_bomb_is_refused_without_decoding(tmp_path: Path) -> None:
@@ -152,6 +155,119 @@ def test_decompression_bomb_is_refused_without_decoding(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         with pytest.raises(BadFile, match="Scale it down"):
             open_image(path)
+
+
+def make_png(width: int, height: int, depth: int, color: int) -> bytes:
+    """A black PNG, which is tiny; ``color`` 0 is gray, 6 is RGBA."""
+    row = bytes(1 + width * (4 if color == 6 else 1) * depth // 8)
+    compressor = zlib.compressobj(9)
+    pixels = b"".join([*(compressor.compress(row) for _ in range(height)), compressor.flush()])
+    chunks = {b"IHDR": struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0), b"IDAT": pixels, b"IEND": b""}
+    parts = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks.items()
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def make_tiled_tiff(tile: int) -> bytes:
+    """A TIFF of 16 x 16 pixels that declares larger tiles."""
+    data = zlib.compress(bytes(16 * 16 * 3))
+    tags = [
+        (256, 16),
+        (257, 16),
+        (258, 8),
+        (259, 8),
+        (262, 2),
+        (277, 3),
+        (322, tile),
+        (323, tile),
+        (324, 8),
+        (325, len(data)),
+    ]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def peak_memory(path: Path) -> tuple[int, str]:
+    """Open an image in another process; return its additional memory in bytes, and the result."""
+    code = (
+        "import resource, sys\n"
+        "from torino.datasets.images import open_image\n"
+        "used = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = used()\n"
+        "try: result = open_image(sys.argv[1]).size\n"
+        "except ValueError as error: result = error\n"
+        "print(used() - before, result)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    memory, _, result = done.stdout.strip().partition(" ")
+    return int(memory), result
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count ru_maxrss in other units")
+@pytest.mark.parametrize(("depth", "color"), [(16, 0), (8, 6)])
+def test_memory_of_crafted_images_is_bounded(tmp_path: Path, depth: int, color: int) -> None:
+    (tmp_path / "large.png").write_bytes(make_png(13_000, 13_000, depth, color))
+    memory, result = peak_memory(tmp_path / "large.png")
+    assert "13000x13000 pixels; torino accepts up to 67,108,864" in result
+    assert memory < 50e6
+    (tmp_path / "small.png").write_bytes(make_png(4000, 4000, depth, color))
+    memory, result = peak_memory(tmp_path / "small.png")
+    assert result == "(4000, 4000)"
+    assert memory < 16 * 4000**2
+
+
+def test_large_tiles_are_refused() -> None:
+    assert open_image(make_tiled_tiff(16)).size == (16, 16)
+    with pytest.raises(BadFile, match="stored in tiles of 16000x16000 pixels; torino accepts up to 67,108,864"):
+        open_image(make_tiled_tiff(16_000))
+
+
+def test_limit_of_pixels_can_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # the limit of Pillow
+    monkeypatch.setenv("TORINO_MAX_PIXELS", "3000")
+    with pytest.raises(BadFile, match=r"64x64 pixels; torino accepts up to 3,000 pixels.* TORINO_MAX_PIXELS"):
+        open_image(encode_image(Image.new("RGB", (64, 64))))
+    monkeypatch.setenv("TORINO_MAX_PIXELS", "5000")
+    assert open_image(encode_image(Image.new("RGB", (64, 64)))).size == (64, 64)
+
+
+def test_bands_do_not_change_the_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    sources = [
+        Image.fromarray(rng.integers(0, 256, (40, 30, 4), dtype=np.uint8)),
+        Image.fromarray(rng.integers(0, 65536, (40, 30), dtype=np.uint16)),
+        Image.fromarray(rng.random((40, 30), dtype=np.float32) * 300),
+        Image.fromarray(rng.integers(0, 256, (40, 30, 4), dtype=np.uint8)).convert("PA"),
+    ]
+    whole = [np.asarray(open_image(source)) for source in sources]
+    monkeypatch.setattr("torino.datasets.images.BAND_PIXELS", 7 * 30)
+    assert all(np.array_equal(before, open_image(source)) for before, source in zip(whole, sources, strict=True))
+
+
+def test_eps_does_not_start_ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker, program = tmp_path / "started", tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {marker}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # search again
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.jpg", "EPS")
+    with pytest.raises(BadFile, match=r"not an image in a known format\. Give a JPEG, PNG, WebP, GIF, BMP or TIFF"):
+        open_image(tmp_path / "photo.jpg")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("kind", ["PPM", "TGA", "PCX", "ICO", "SGI", "DDS"])
+def test_other_formats_are_refused(kind: str) -> None:
+    with pytest.raises(BadFile, match="not an image in a known format"):
+        open_image(encode_image(Image.new("RGB", (16, 16)), kind))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_photo_formats_are_read(kind: str) -> None:
+    assert open_image(encode_image(Image.new("RGB", (16, 16)), kind)).size == (16, 16)
 
 
 def test_square_padding_equals_the_one_of_llava() -> None:

@@ -311,6 +311,143 @@ def test_datasets_of_the_package_datasets(tmp_path: Path, monkeypatch: pytest.Mo
         open_photos(f"hf:{tmp_path / 'repo'}:nothing")
 
 
+# ------------------------------------------------------------------ crafted files
+
+
+@pytest.fixture
+def one_megabyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORINO_MAX_BYTES", str(2**20))
+
+
+@pytest.mark.usefixtures("one_megabyte")
+def test_compressed_parquet_that_expands_is_refused(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(
+        pa.table({"image": [bytes(10**7)] * 2}), tmp_path / "p.parquet", compression="zstd", use_dictionary=False
+    )
+    photos = open_photos(tmp_path / "p.parquet")
+    with pytest.raises(BadFile, match=r"A row group of .* takes [\d,]+ bytes on disk and 20,000,\d+ in memory"):
+        photos[0]
+
+
+@pytest.mark.usefixtures("one_megabyte")
+@pytest.mark.parametrize("nested", [False, True])
+def test_repeated_images_and_names_take_their_memory_once(tmp_path: Path, nested: bool) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    count, image, name = 20_000, os.urandom(100_000), "n" * 100_000
+    indices = pa.array([0] * count, pa.int32())
+    images = pa.DictionaryArray.from_arrays(indices, pa.array([image]))
+    names = pa.DictionaryArray.from_arrays(indices, pa.array([name]))
+    columns = (
+        {"image": pa.StructArray.from_arrays([images, names], ["bytes", "path"])}
+        if nested
+        else {"image": images, "name": names}
+    )
+    pq.write_table(pa.table(columns), tmp_path / "p.parquet", store_schema=False)
+    before = pa.total_allocated_bytes()
+    photos = open_photos(tmp_path / "p.parquet")
+    assert photos[17].data == photos[19_999].data == image
+    assert pa.total_allocated_bytes() - before < 5e6  # all rows together have 4 GB
+    assert sum(map(len, photos.names())) < 520 * count
+
+
+@pytest.mark.usefixtures("one_megabyte")
+def test_parquet_with_shared_prefixes_is_bounded(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    prefix = os.urandom(100_000)
+    options = {"use_dictionary": False, "column_encoding": {"image": "DELTA_BYTE_ARRAY"}}
+    for name, count in (("few", 3), ("many", 200)):
+        table = pa.table({"image": [prefix + bytes([row]) for row in range(count)]})
+        pq.write_table(table, tmp_path / f"{name}.parquet", **options)
+    assert open_photos(tmp_path / "few.parquet")[2].data == prefix + b"\2"
+    with pytest.raises(BadFile, match=r"A row group of .*many\.parquet takes .* in memory"):
+        open_photos(tmp_path / "many.parquet")[0]
+
+
+def test_parquet_with_more_photos_than_bytes_is_refused(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    path = write_parquet(tmp_path / "p.parquet", {"image": pa.nulls(10**6, pa.binary())}, 10**6)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(BadFile, match="declares 1,000,000 photos, more than it has bytes"):
+        open_photos(path)
+
+
+def test_compressed_arrow_files_are_refused(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    folder = write_saved_dataset(tmp_path / "beans")
+    path = folder / "data-00001-of-00002.arrow"
+    with pa.ipc.open_stream(path.read_bytes()) as reader:
+        table = reader.read_all()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+        writer.write_table(table)
+    with pytest.raises(BadFile, match=r"data-00001-of-00002\.arrow is compressed"):
+        open_photos(folder)
+
+
+@pytest.mark.usefixtures("one_megabyte")
+def test_large_members_and_sparse_files_of_a_tar_are_refused(tmp_path: Path) -> None:
+    photos = open_photos(
+        write_tar(tmp_path / "large.tar", {"a.png": bytes(2**20 + 1), "b.png": encode_color((1, 2, 3))})
+    )
+    with pytest.raises(BadFile, match=r"a\.png in .*large\.tar has 1,048,577 bytes; torino accepts up to 1,048,576"):
+        photos[0]
+    assert open_image(photos[1].data).size == (12, 8)
+    member = tarfile.TarInfo("c.png")
+    member.type = tarfile.GNUTYPE_SPARSE
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    header[386:398] = b"00000000000\0"  # offset and size of the first part
+    header[398:410] = b"00000000000\0"
+    header[483:495] = b"77777777777\0"  # size of the unpacked file
+    header[148:156] = b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    (tmp_path / "sparse.tar").write_bytes(bytes(header) + bytes(1024))
+    with pytest.raises(BadFile, match=r"c\.png is stored as a sparse file"):
+        open_photos(tmp_path / "sparse.tar")
+
+
+@pytest.mark.parametrize("kind", ["absolute", "parent", "link"])
+@pytest.mark.parametrize("container", ["parquet", "arrow"])
+def test_paths_outside_the_folder_of_a_table_need_a_flag(tmp_path: Path, kind: str, container: str) -> None:
+    import pyarrow as pa
+
+    (tmp_path / "data").mkdir()
+    (tmp_path / "secret.png").write_bytes(encode_color((9, 9, 9)))
+    (tmp_path / "data" / "link.png").symlink_to(tmp_path / "secret.png")
+    name = {"absolute": str(tmp_path / "secret.png"), "parent": "../secret.png", "link": "link.png"}[kind]
+    struct = pa.array([{"bytes": None, "path": name}], pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+    source = tmp_path / "data" / "p.parquet"
+    if container == "parquet":
+        write_parquet(source, {"image": struct})
+    else:
+        source = tmp_path / "data"
+        with pa.OSFile(str(source / "a.arrow"), "wb") as sink:
+            table = pa.table({"image": struct})
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+        (source / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
+        (source / "dataset_info.json").write_text("{}")
+    with pytest.raises(BadFile, match=r"which is outside the folder of its table.*--allow-outside"):
+        open_photos(source)[0]
+    assert get_colors(open_photos(source, allow_outside=True)) == [(9, 9, 9)]
+
+
+def test_saved_dataset_may_not_name_files_elsewhere(tmp_path: Path) -> None:
+    folder = write_saved_dataset(tmp_path / "beans")
+    (folder / "data-00000-of-00002.arrow").rename(tmp_path / "a.arrow")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../a.arrow"}]}))
+    with pytest.raises(BadFile, match=r"state\.json in .* refers to .*outside this folder"):
+        open_photos(folder)
+
+
 # ------------------------------------------------------------------ errors
 
 

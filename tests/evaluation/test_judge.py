@@ -229,16 +229,17 @@ def test_predictions_with_lone_surrogates_are_sent(server: Server) -> None:
     assert "Prediction: odd ?" in server.requests[0]["messages"][0]["content"]
 
 
-def test_redirects_are_refused(server: Server) -> None:
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirects_are_refused(server: Server, status: int) -> None:
     other = Server()
 
     def redirect(handler: BaseHTTPRequestHandler, text: str) -> None:
-        handler.send_response(307)
+        handler.send_response(status)
         handler.send_header("Location", f"{other.url}/chat/completions")
         handler.end_headers()
 
     server.replies = [redirect]
-    with pytest.raises(Unreachable, match=r"307 .*redirect to .*not followed"):
+    with pytest.raises(Unreachable, match=rf"{status} .*redirect to .*not followed"):
         make_task().score(ROWS[:1], Judge(server.url, "grader", api_key="sesame"))
     other.close()
     assert other.requests == []
@@ -292,9 +293,39 @@ def test_timeout_covers_the_whole_request(server: Server, part: str) -> None:
 
     server.replies = [trickle]
     start = time.monotonic()
-    with pytest.raises(Unreachable, match=r"no complete reply within 0\.5 s"):
-        make_task().score(ROWS[:1], Judge(server.url, "grader", timeout=0.5, max_retries=1))
-    assert time.monotonic() - start < 4  # two requests; the whole reply would take 10 s
+    with pytest.raises(Unreachable, match=r"within 0\.5 s"):
+        make_task().score(ROWS[:1], Judge(server.url, "grader", timeout=0.5, max_retries=0))
+    assert time.monotonic() - start < 4  # the whole reply would take 10 s
+    assert len(server.requests) == 1
+
+
+def hang(handler: BaseHTTPRequestHandler, text: str) -> None:
+    time.sleep(10)
+
+
+def answer_late(handler: BaseHTTPRequestHandler, text: str) -> str:
+    time.sleep(0.3)
+    return "I would rather not."
+
+
+def be_busy(handler: BaseHTTPRequestHandler, text: str) -> None:
+    handler.send_response(503)
+    handler.send_header("Retry-After", "5")
+    handler.end_headers()
+
+
+@pytest.mark.parametrize("reply", [hang, answer_late, be_busy])
+def test_timeout_covers_all_retries(server: Server, reply: Any) -> None:
+    server.replies = [reply]
+    start = time.monotonic()
+    with pytest.raises(Unreachable, match="it gave no grade within 1 s, with all retries"):
+        make_task().score(ROWS[:1], Judge(server.url, "grader", timeout=1, max_retries=20))
+    assert time.monotonic() - start < 2.5  # without a limit: 20 times the time of a request or of a pause
+
+
+def test_request_that_hangs_is_sent_again(server: Server) -> None:
+    server.replies = [hang, "0.3"]
+    assert make_task().score(ROWS[:1], Judge(server.url, "grader", timeout=1)).per_sample["1"] == 0.3
     assert len(server.requests) == 2
 
 

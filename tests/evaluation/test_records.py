@@ -60,10 +60,10 @@ def test_incomplete_last_line_is_truncated(tmp_path: Path) -> None:
 def test_other_bad_lines_raise(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"n": 1}\n{"n\n{"n": 2}\n')
-    with pytest.raises(BadFile, match=r"a\.jsonl, line 2 is not valid JSON .*asked again"):
+    with pytest.raises(BadFile, match=r"a\.jsonl, line 2 cannot be used: it is not valid JSON.*asked again"):
         list(read_records([path]))
     path.write_bytes(b"[1]\n")
-    with pytest.raises(BadFile, match="line 1 is not a JSON object"):
+    with pytest.raises(BadFile, match="line 1 cannot be used: it must be an object"):
         list(read_records([path]))
     with pytest.raises(BadFile, match="Cannot read"):
         list(read_records([tmp_path / "none.jsonl"]))
@@ -77,7 +77,7 @@ def test_a_flipped_byte_is_noticed(tmp_path: Path) -> None:
     flip_byte(path, path.read_bytes().index(b"cat"))
     with pytest.raises(BadFile, match=r"a\.jsonl, line 2 is damaged: .* checksum\. Remove that line; .* asked again"):
         list(read_records([path]))
-    with pytest.raises(BadFile, match=r"line 2 is not an answer \(it does not match its checksum\)"):
+    with pytest.raises(BadFile, match=r"line 2 is not an answer: it does not match its checksum"):
         read_answers(path)
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     assert list(read_records([path])) == read_answers(path) == [{"index": "1", "prediction": "dog"}]

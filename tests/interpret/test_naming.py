@@ -115,7 +115,7 @@ def test_names_of_other_weights_are_ignored(tmp_path: Path, activations: TopActi
         with pytest.warns(UserWarning, match="The names are ignored"):
             assert SAE.load(tmp_path).names == {}
     (tmp_path / "names.json").write_text('["of something else"]')
-    with pytest.warns(UserWarning, match="not an object"):
+    with pytest.warns(UserWarning, match="must be an object"):
         assert SAE.load(tmp_path).names == {}
 
 

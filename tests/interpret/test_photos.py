@@ -107,3 +107,14 @@ def test_result_of_another_tower_with_the_same_name_is_not_reused(tmp_path: Path
     assert before.metadata["tower"] == after.metadata["tower"]
     assert before.metadata["weights"] != after.metadata["weights"]
     assert not torch.equal(before.activation_sum, after.activation_sum)
+
+
+def test_result_of_other_photos_of_the_same_names_and_sizes_is_not_reused(tmp_path: Path) -> None:
+    photos, others = squares.make_photos(), squares.make_photos()
+    others.photos.reverse()  # the fingerprint of both is "squares"
+    results = [
+        collect_top_activations(squares.make_sae(), PhotoReader(each, squares.make_tower()), keep=4, output=tmp_path)
+        for each in (photos, others)
+    ]
+    assert [photo for photo, _ in results[0].get_photos(0)] == [0, 3, 6, 9]
+    assert [photo for photo, _ in results[1].get_photos(0)] == [2, 5, 8, 11]

@@ -67,3 +67,15 @@ def test_version_is_the_same_everywhere() -> None:
     assert cited
     assert cited.group(1) == torino.__version__
     assert f"## {torino.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_images_are_opened_only_in_photo_formats() -> None:
+    folders = ("src", "lab", "labs", "scripts", "research", "benchmarks", "examples")
+    files = [path for path in tracked() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in folders]
+    calls = [
+        (path.relative_to(ROOT), call)
+        for path in files
+        for call in re.findall(r"Image\.open\(.*", path.read_text(encoding="utf-8"))
+    ]
+    assert calls
+    assert [(path, call) for path, call in calls if "formats=" not in call] == []

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from torino.cli._console import SafeConsole
 from torino.core.errors import BadFile, BadParameter, TorinoError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torino.vlm import VLM
     from torino.vlm.loading import ModelPackage
 
-out = Console()
-errors = Console(stderr=True)
+out = SafeConsole(emoji=False)
+errors = SafeConsole(stderr=True, emoji=False)
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 LAB = "lab"
@@ -88,6 +88,9 @@ AttentionOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
 DtypeOption = Annotated[DtypeChoice | None, typer.Option(help="Default: float32 on the CPU, else the checkpoint's.")]
+AllowOutsideOption = Annotated[
+    bool, typer.Option("--allow-outside", help="Read images that a table or task file names outside its folder.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -63,12 +63,12 @@ def progress(
 @contextmanager
 def _show_bars(console: Console) -> Generator[Callable[[str, int, int, str], None]]:
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         _RateColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=console, transient=True) as bars:

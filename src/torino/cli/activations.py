@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from torino.cli._common import DeviceOption, JsonOption, PaddingChoice, errors, examples, out, quiet_transformers
+from torino.cli._common import (
+    AllowOutsideOption,
+    DeviceOption,
+    JsonOption,
+    PaddingChoice,
+    errors,
+    examples,
+    out,
+    quiet_transformers,
+)
 from torino.cli._progress import progress
 from torino.cli._stop import on_stop
 from torino.core.errors import BadFile, BadParameter, TorinoError
@@ -63,6 +72,7 @@ def activations(
         typer.Option(help="Approximate rows per shard, with at most 1,024 photos; a resumed run repeats one shard."),
     ] = 65536,
     device: DeviceOption = "auto",
+    allow_outside: AllowOutsideOption = False,
     check: Annotated[bool, typer.Option("--check", help="Verify all checksums of a store, and stop.")] = False,
     repair: Annotated[
         bool, typer.Option("--repair", help="Verify all checksums, and write damaged shards again.")
@@ -88,7 +98,7 @@ def activations(
     from torino.training.activations.cache import cache_activations
     from torino.vlm.towers import load_tower
 
-    photos = open_photos(settings["images"], limit=settings["limit"])
+    photos = open_photos(settings["images"], limit=settings["limit"], allow_outside=allow_outside)
     with errors.status(f"Loading {escape(settings['tower'])} …"), quiet_transformers():
         opened = load_tower(settings["tower"], block=settings["block"], device=device)
     counts: list[int] = []  # photos that are done, at each report
@@ -182,8 +192,8 @@ def _print_store(store: Store, rate: float | None, as_json: bool) -> None:
     names = {"cls": "the CLS token", "all": "all patches"}
     selected = names.get(settings.tokens) or f"{settings.tokens.removeprefix('random:')} random patches"
     _print(
-        f"{store.rows:,} rows of width {settings.width}: {selected} of each of {escape(settings.data)}, after block "
-        f"{settings.block} of {escape(settings.encoder or 'an unnamed tower')}."
+        f"{store.rows:,} rows of width {settings.width}: {escape(selected)} of each of {escape(settings.data)}, "
+        f"after block {settings.block} of {escape(settings.encoder or 'an unnamed tower')}."
     )
     shards = f"{len(store.shards)} shard{'s' if len(store.shards) > 1 else ''}"
     status = "all checksums are correct" if rate is None else f"{rate:.1f} photos/s" if rate else "already complete"

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from torino.cli._common import (
     NO_SAE,
+    AllowOutsideOption,
     DeviceOption,
     PaddingOption,
     errors,
@@ -96,6 +97,7 @@ def concepts(
     batch: Annotated[int, typer.Option(min=1, help="Photos per forward pass of the tower.")] = 16,
     padding: PaddingOption = "crop",
     device: DeviceOption = "auto",
+    allow_outside: AllowOutsideOption = False,
 ) -> None:
     """Show the top activating photos of the latents of an SAE, score their monosemanticity, and name them.
 
@@ -111,7 +113,7 @@ def concepts(
 
     from torino.datasets import open_photos
 
-    photos = open_photos(images, limit=limit)
+    photos = open_photos(images, limit=limit, allow_outside=allow_outside)
     if len(photos) <= keep:
         raise BadParameter(
             f"Comparing the top {keep} photos of each latent with the others needs more than {keep} photos, and "

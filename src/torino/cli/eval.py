@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from torino.cli._common import (
     NO_SAE,
+    AllowOutsideOption,
     AttentionOption,
     ClipOption,
     DeviceOption,
@@ -106,6 +107,7 @@ def evaluate(
     ] = "skip",
     retry: Annotated[bool, typer.Option("--retry", help="Retry failed samples.")] = False,
     save_images: Annotated[int, typer.Option(help="Images per task saved for torino plot.", min=0)] = 0,
+    allow_outside: AllowOutsideOption = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
 ) -> None:
@@ -144,7 +146,7 @@ def evaluate(
         names = []
     for name in names:
         get(name)
-    opened = _open_tasks(split_list(tasks), data, prompts, limit)
+    opened = _open_tasks(split_list(tasks), data, prompts, limit, allow_outside)
     saes = _load_saes(sae or [], any(reads_concepts(word) for word in [*names, *specs]), device)
     if dynamic is None:
         dynamic = list(KD_PAIRS) if set(names) & set(KD_METHODS) else []
@@ -192,10 +194,12 @@ def evaluate(
     _check_answered(run, named_methods(words), answers)
 
 
-def _open_tasks(names: list[str], data: Path | None, prompts: Any, limit: int | None) -> list[Task]:
+def _open_tasks(
+    names: list[str], data: Path | None, prompts: Any, limit: int | None, allow_outside: bool
+) -> list[Task]:
     from torino.evaluation.tasks import open_task
 
-    opened = [open_task(name, data, prompts=prompts) for name in names]
+    opened = [open_task(name, data, prompts=prompts, allow_outside=allow_outside) for name in names]
     for task in opened:
         for problem in task.problems[:3]:
             errors.print(escape(f"{task.name}: {problem}"), style="yellow", highlight=False)

@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 from rich.markup import escape
+from typer import rich_utils
 
 from torino.cli import activations as _activations
 from torino.cli import ask as _ask
@@ -22,6 +23,7 @@ from torino.cli import report as _report
 from torino.cli import sae as _sae
 from torino.cli import train as _train
 from torino.cli._common import errors, note, out
+from torino.cli._console import SafeConsole
 from torino.cli._terminal import replace_unprintable
 from torino.core.errors import TorinoError
 
@@ -55,6 +57,8 @@ def main() -> None:
     """Run the command; errors are printed as one sentence, with exit code 2."""
     replace_unprintable()
     warnings.showwarning = _print_warning
+    # typer quotes arguments, such as file names, when it refuses them
+    rich_utils.Console = SafeConsole  # pyright: ignore[reportPrivateImportUsage]
     try:
         app()
     except TorinoError as error:

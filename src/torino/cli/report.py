@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from torino.cli._common import errors, examples, out, split_list, warn
+from torino.cli._common import AllowOutsideOption, errors, examples, out, split_list, warn
 from torino.cli._stop import on_stop
 from torino.core.errors import BadFile, BadParameter, TorinoError
 
@@ -140,6 +140,7 @@ def plot(
         str | None,
         typer.Option(help="Its questions as TASK:INDEX, separated by commas (default: the first saved ones)."),
     ] = None,
+    allow_outside: AllowOutsideOption = False,
 ) -> None:
     """Draw figures of runs from their result files."""
     kinds = KINDS if kind is None else _parse_choices("--kind", kind, KINDS)
@@ -156,7 +157,7 @@ def plot(
             "one of them."
         )
     selection = _ExampleSelection(tier, split_list(methods or ""), split_list(samples or ""), output / GRADES)
-    opened = _open_sources(sources)
+    opened = _open_sources(sources, allow_outside)
     drawn: dict[str, Any] = {}
     reasons: list[str] = []
     for item in kinds:
@@ -210,11 +211,12 @@ class _PlotSources:
         return collect_points(self.summaries) + (paper_points() if self.paper else [])
 
 
-def _open_sources(names: list[str]) -> _PlotSources:
+def _open_sources(names: list[str], allow_outside: bool) -> _PlotSources:
     from torino.core.checks import expand_path
     from torino.core.io import read_json
     from torino.evaluation.reporting.figures import read_bench, read_examples
-    from torino.evaluation.reporting.summary import load_summary, read_scores
+    from torino.evaluation.reporting.scores_file import read_scores
+    from torino.evaluation.reporting.summary import load_summary
     from torino.evaluation.results import open_run
 
     sources = _PlotSources()
@@ -232,7 +234,7 @@ def _open_sources(names: list[str]) -> _PlotSources:
             if content.startswith("torino-scores/"):
                 sources.summaries.append(read_scores(path))
             elif content.startswith("torino-cells/"):
-                sources.examples += read_examples(path)
+                sources.examples += read_examples(path, allow_outside=allow_outside)
             else:
                 sources.bench += read_bench(path)
     return sources

@@ -12,13 +12,14 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from torino.cli._common import DeviceOption, errors, examples, out, quiet_transformers
+from torino.cli._common import AllowOutsideOption, DeviceOption, errors, examples, out, quiet_transformers
 from torino.cli._progress import ProgressUpdate, progress
 from torino.cli._stop import on_stop
 from torino.core.errors import BadParameter, TorinoError
 from torino.training.config import PAPER_SETTINGS, BiasInit, ObjectiveName, Precision, TrainConfig
 
 if TYPE_CHECKING:  # these import torch, which slows down the start
+    from torino.datasets import Photos
     from torino.training.activations.store import Store
     from torino.training.activations.stream import Stream
     from torino.training.distributed import Distributed
@@ -111,6 +112,7 @@ def train(
         int | None,
         typer.Option(min=1, help="With --tower: images whose rows are mixed with each other." + _default("128")),
     ] = None,
+    allow_outside: AllowOutsideOption = False,
     objective: Objective = "matryoshka",
     expansion: Annotated[float, typer.Option(help="Number of latents as a multiple of the row width.")] = 16,
     latents: Annotated[int | None, typer.Option(help="Number of latents, instead of --expansion.")] = None,
@@ -202,7 +204,10 @@ def train(
     else:
         assert tower is not None
         assert images is not None
-        activations = _open_stream(tower, images, block, target, limit, tokens or "all", seed, buffer or 128)
+        from torino.datasets import open_photos
+
+        photos = open_photos(images, limit=limit, allow_outside=allow_outside)
+        activations = _open_stream(tower, photos, block, target, tokens or "all", seed, buffer or 128)
     with _handle_errors(output, config, distributed), progress(errors, {"training": config.steps}) as update:
         result = run_training(
             activations,
@@ -300,9 +305,9 @@ def sweep(
     table = Table(box=None, pad_edge=False)
     flat = [flatten_row(row) for row in rows]
     for column in flat[0]:
-        table.add_column(column, justify="right")
+        table.add_column(escape(column), justify="right")
     for row in flat:
-        table.add_row(*[format_value(column, value) for column, value in row.items()])
+        table.add_row(*[escape(format_value(column, value)) for column, value in row.items()])
     out.print(table)
     _print(f"Wrote {escape(str(output))}/table.md and table.csv.")
 
@@ -344,13 +349,11 @@ def _parse_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
 
 
 def _open_stream(
-    tower: str, images: str, block: int | None, device: Any, limit: int | None, tokens: str, seed: int, buffer: int
+    tower: str, photos: Photos, block: int | None, device: Any, tokens: str, seed: int, buffer: int
 ) -> Stream:
-    from torino.datasets import open_photos
     from torino.training.activations.stream import Stream
     from torino.vlm.towers import load_tower
 
-    photos = open_photos(images, limit=limit)
     with errors.status(f"Loading {escape(tower)} …"), quiet_transformers():
         opened = load_tower(tower, block=block, device=device)
     return Stream(opened, photos, tokens=tokens, seed=seed, buffer=buffer)

@@ -73,7 +73,7 @@ def encode_record(row: Mapping[str, Any]) -> bytes:
     >>> encode_record({"n": 1})
     b'{"n": 1, "crc32": "0af73c42"}\n'
     """
-    line = json.dumps(row, ensure_ascii=False).encode()
+    line = json.dumps(row, ensure_ascii=False).encode(errors="replace")  # a lone surrogate becomes a question mark
     return line[:-1] + b', "crc32": "%08x"}\n' % zlib.crc32(line)
 
 
@@ -140,11 +140,14 @@ def verify_zip(path: Path) -> bool | None:
         with zipfile.ZipFile(path) as archive:
             if not any(member.CRC for member in archive.infolist()):
                 return None
-            return archive.testzip() is None
-    except zipfile.BadZipFile:
-        return None
+            try:
+                return archive.testzip() is None
+            except (ValueError, RuntimeError, EOFError, zlib.error, zipfile.BadZipFile):  # the header of a member
+                return False
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
+    except (ValueError, RuntimeError, zipfile.BadZipFile):
+        return None
 
 
 def damaged_file(path: Path) -> BadFile:

@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from torino.core.text import printable
+
+MAX_MESSAGE = 1500  # characters; messages quote values of files, which may be long
+
 
 class TorinoError(ValueError):
     """Base class: the input cannot be processed."""
+
+    def __str__(self) -> str:
+        """Return the message, without the middle of a very long one, and as text that can always be printed."""
+        text = printable(super().__str__())
+        return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 500]} … {text[-450:]}"
 
 
 class BadParameter(TorinoError):

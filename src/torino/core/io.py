@@ -8,12 +8,13 @@ import json
 import os
 import re
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -24,8 +25,13 @@ from torch import Tensor
 
 from torino.core import checksum
 from torino.core.checks import check_tensor, to_path
-from torino.core.errors import BadFile, BadParameter, pickled_object
+from torino.core.errors import BadFile, BadParameter, TorinoError, pickled_object
 from torino.core.filetype import JSON_LINE_LIMIT, explain, identify
+from torino.core.safety import check_expansion, check_size
+from torino.core.schema import JSON_SHARE, check_schema, max_json_bytes, parse_json, shorten
+from torino.core.text import printable
+
+HEADER_SHARE = 16  # each tensor in the header of a safetensors file takes more memory than parsed JSON
 
 
 def cache_dir() -> Path:
@@ -99,7 +105,8 @@ def write_json(path: str | Path, value: object, *, sealed: bool = False) -> Path
     """Write ``value`` as indented JSON, atomically; ``sealed`` adds the field ``checksum`` to a JSON object."""
     if sealed:
         value = checksum.with_checksum(cast(Mapping[str, Any], value))
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(value, indent=2, ensure_ascii=False).encode(errors="replace").decode()  # lone surrogates
+    text = printable(text) + "\n"
 
     def write(target: Path) -> None:
         target.write_text(text, encoding="utf-8")
@@ -107,18 +114,46 @@ def write_json(path: str | Path, value: object, *, sealed: bool = False) -> Path
     return write_atomic(path, write)
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object; raise :class:`BadFile` for anything else, and if it has a checksum that is wrong."""
-    file = to_path(path)
+def read_json(
+    path: str | Path,
+    kind: Any = dict,
+    *,
+    version: str | None = None,
+    fix: str = "Write it again or download it again.",
+) -> dict[str, Any]:
+    """Read a JSON object; raise :class:`BadFile` for anything else, and if it has a checksum that is wrong.
+
+    Parameters
+    ----------
+    path : path
+    kind : type
+        Its fields, see :func:`torino.core.schema.check_schema`.
+    version : str, optional
+        What its field ``format`` must be.
+    fix : str
+        The sentence of the error message that says what to do.
+    """
+    path = to_path(path)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            check_size(str(path), os.fstat(file.fileno()).st_size, JSON_SHARE)
+            value: dict[str, Any] = parse_json(file.read(max_json_bytes() + 1), dict)
+        value = checksum.check_object(path, value)
+        if version is not None and value.get("format") != version:
+            raise BadFile(f"{path} has the format {shorten(value.get('format'))}; this torino reads {version!r}.")
+        check_schema(value, kind)
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
     except ValueError as error:
-        raise BadFile(f"{path} is not valid JSON ({error}). Write it again or download it again.") from error
-    if not isinstance(value, dict):
-        raise BadFile(f"{path} contains a JSON {type(value).__name__}, not an object with named fields.")
-    return checksum.check_object(path, cast(dict[str, Any], value))
+        if isinstance(error, TorinoError):
+            raise
+        raise BadFile(f"{path} cannot be used: {error}. {fix}") from error
+    return value
+
+
+def is_file(path: str | Path) -> bool:
+    """Return whether a path is a file; False also for a name that the system does not accept, such as a long one."""
+    return os.path.isfile(path)  # noqa: PTH113 (Path.is_file raises for such names)
 
 
 def write_arrays(
@@ -163,7 +198,7 @@ def write_arrays(
 def read_arrays(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read named arrays and their metadata from ``.npz`` or ``.safetensors``, and verify the checksum, if any."""
     path = to_path(path)
-    if not path.is_file():
+    if not is_file(path):
         raise BadFile(f"There is no file {path}. Give an existing .npz or .safetensors file.")
     if path.suffix == ".safetensors":
         arrays = read_safetensors(path)
@@ -184,6 +219,10 @@ def read_safetensors(
     """
     _check_utf8(path)
     try:
+        with Path(path).open("rb") as start:
+            length = int.from_bytes(start.read(8), "little")
+        if length < Path(path).stat().st_size:  # safetensors refuses a longer header
+            check_size(f"The header of {path}", length, HEADER_SHARE)
         with safe_open(str(path), framework="pt") as file:
             names = [name for name in file.keys() if wanted(name)]  # noqa: SIM118 (not a dict)
             metadata = {name: text for name, text in (file.metadata() or {}).items() if name != checksum.FIELD}
@@ -222,7 +261,13 @@ def read_checkpoint(path: str | Path, start: int = 0) -> dict[str, Any]:
     try:
         with Path(path).open("rb") as file:  # given a path, torch would look at its suffix
             file.seek(start)
-            value = torch.load(io.BytesIO(file.read()) if start else file, map_location="cpu", weights_only=True)
+            content = io.BytesIO(file.read()) if start else file
+            if zipfile.is_zipfile(content):  # normally not compressed, but torch reads compressed ones too
+                _check_archive(path, content)
+            content.seek(0)
+            value = torch.load(content, map_location="cpu", weights_only=True)
+    except BadFile:
+        raise
     except Exception as error:
         # torch raises UnpicklingError for objects and for damage, RuntimeError or EOFError for a truncated archive
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -242,14 +287,25 @@ def read_json_line(path: str | Path) -> tuple[dict[str, Any], int]:
     try:
         with Path(path).open("rb") as file:
             line = file.readline(JSON_LINE_LIMIT)
-        value = json.loads(line)
+        return parse_json(line, dict), len(line)
     except OSError as error:
         raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise BadFile(f"The first line of {path} is not valid JSON ({error}). Download the file again.") from error
-    if not isinstance(value, dict):
-        raise BadFile(f"The first line of {path} is a JSON {type(value).__name__}, not an object with named fields.")
-    return cast(dict[str, Any], value), len(line)
+    except ValueError as error:
+        raise BadFile(f"The first line of {path} cannot be used: {error}. Download the file again.") from error
+
+
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` unless ``tensors`` contain all ``expected`` names, with their shapes and types.
+
+    The values are not read. The expected tensors may be on the device ``meta``.
+    """
+    for name, like in expected.items():
+        value = tensors.get(name)
+        if value is None:
+            raise ValueError(f"{name!r} is missing")
+        if value.shape != like.shape or value.dtype != like.dtype:
+            given, wanted = (f"{item.dtype} of shape {tuple(item.shape)}" for item in (value, like))
+            raise ValueError(f"{name!r} is {given}, not {wanted}")
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -310,6 +366,8 @@ def _read_npz(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     texts: dict[str, str] = {}
     try:
+        with path.open("rb") as content:
+            _check_archive(path, content)
         with np.load(path, allow_pickle=False) as file:
             for name in file.files:
                 value = file[name]
@@ -319,9 +377,32 @@ def _read_npz(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                     texts[name] = str(value)
                 elif value.dtype.kind in "biuf":  # other types, such as dates and text arrays, are not used
                     tensors[name] = torch.from_numpy(value)
+    except BadFile:
+        raise
     except Exception as error:  # a damaged archive raises many error types from zipfile, zlib and numpy
         raise BadFile(
             f"{path} is not a readable .npz of plain arrays ({error}). "
             "It may be truncated, or contain pickled objects, which are never loaded."
         ) from error
     return tensors, texts
+
+
+def _check_archive(path: str | Path, content: IO[bytes]) -> None:
+    """Check the sizes that a zip file declares for its members, and those in the headers of arrays, before reading.
+
+    Readers do not decompress more of a member than its declared size.
+    """
+    with zipfile.ZipFile(content) as archive:
+        members = archive.infolist()
+        check_expansion(str(path), Path(path).stat().st_size, sum(member.file_size for member in members))
+        for member in members:
+            if not member.filename.endswith(".npy"):
+                continue
+            with archive.open(member) as file:
+                version = np.lib.format.read_magic(file)
+                read_header = (
+                    np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                )
+                shape, _, dtype = read_header(file)
+            if prod(shape) * dtype.itemsize > member.file_size:
+                raise ValueError(f"{member.filename} declares shape {shape}, but has {member.file_size:,} bytes")

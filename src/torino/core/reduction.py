@@ -31,6 +31,7 @@ from torino.core.errors import BadFile, BadParameter, BadTokens
 from torino.core.explanation import Explanation
 from torino.core.io import read_arrays, write_arrays
 from torino.core.ragged import Ragged, are_valid_offsets, offsets_from_lengths
+from torino.core.schema import parse_json
 from torino.core.sparse import apply_matrix, input_rows
 
 FORMAT = "torino-reduction/1"
@@ -463,9 +464,16 @@ def _check_patches(indices: Sequence[int], patches: int) -> None:
 def _rebuild(arrays: dict[str, Tensor], texts: dict[str, str]) -> list[Reduction]:
     lengths: list[int] = arrays["lengths"].tolist()
     grids: list[list[int]] = arrays["grids"].tolist()
-    roles, names = json.loads(texts["roles"]), json.loads(texts["by"])
+    roles, names = parse_json(texts["roles"], list[str]), parse_json(texts["by"], list[str])
     if min(min(grid) for grid in grids) < 1:
         raise ValueError("a grid has no patches")
+    if len(arrays["role"]) and not 0 <= int(arrays["role"].min()) <= int(arrays["role"].max()) < len(roles):
+        raise ValueError("a role has no name")
+    floats = ("weights", "score")
+    for name in ("sources", "anchor", "concept", "assigned", *floats):
+        if arrays[name].is_floating_point() != (name in floats) or arrays[name].ndim != 1:
+            raise ValueError(f"{name} is {arrays[name].dtype} of shape {tuple(arrays[name].shape)}")
+        arrays[name] = arrays[name].float() if name in floats else arrays[name].long()
     per_token = {name: arrays[name].split(lengths) for name in ("anchor", "concept", "score", "role", "row_lengths")}
     entries = [int(rows.sum()) for rows in per_token["row_lengths"]]
     per_entry = {name: arrays[name].split(entries) for name in ("sources", "weights")}

@@ -6,6 +6,7 @@ import glob
 import os
 import re
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 from torino.core.checks import expand_path, to_integer, to_path
 from torino.core.errors import BadFile, BadParameter
@@ -32,7 +33,13 @@ ACCEPTED = (
 )
 
 
-def open_photos(source: str | os.PathLike[str], *, limit: int | None = None) -> Photos:
+class SplitsFile(TypedDict):
+    """Fields of ``dataset_dict.json``, which ``save_to_disk`` writes."""
+
+    splits: NotRequired[list[str]]
+
+
+def open_photos(source: str | os.PathLike[str], *, limit: int | None = None, allow_outside: bool = False) -> Photos:
     """Open a source of photos.
 
     ====================================  ============================================================================
@@ -56,6 +63,9 @@ def open_photos(source: str | os.PathLike[str], *, limit: int | None = None) -> 
     source : str or path
     limit : int, optional
         Use only the first ``limit`` photos.
+    allow_outside : bool
+        A table may contain paths of photos instead of their bytes. By default they must be below the folder of the
+        table, after symbolic links are resolved; others are refused.
 
     Raises
     ------
@@ -65,36 +75,36 @@ def open_photos(source: str | os.PathLike[str], *, limit: int | None = None) -> 
     if limit is not None and (limit := to_integer("limit", limit)) < 1:
         raise BadParameter(f"limit must be at least 1, got {limit}.")
     to_path(source, "The source of photos")
-    photos = _open(os.fspath(source), limit)
+    photos = _open(os.fspath(source), limit, allow_outside)
     if not len(photos):
         raise BadFile(f"There are no photos in {os.fspath(source)}: it is empty. {ACCEPTED}.")
     return photos
 
 
-def _open(text: str, limit: int | None) -> Photos:
+def _open(text: str, limit: int | None, allow_outside: bool) -> Photos:
     if text.startswith("hf:"):
-        return open_hub(text, limit)
+        return open_hub(text, limit, allow_outside=allow_outside)
     path = expand_path(text)
     try:
         if path.is_dir():
             os.scandir(path).close()  # so that an error names this folder
-            return _open_folder(path, limit)
+            return _open_folder(path, limit, allow_outside)
         files = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(path)))]  # noqa: PTH207
     except OSError as error:
         raise unreadable_error(path, error) from error
     if not files:
         raise BadFile(f"There are no photos at {text}. {ACCEPTED}.")
     if len(files) == 1 and files[0].is_dir():
-        return _open_folder(files[0], limit)
-    return _open_files(files, text, limit)
+        return _open_folder(files[0], limit, allow_outside)
+    return _open_files(files, text, limit, allow_outside)
 
 
-def _open_folder(path: Path, limit: int | None) -> Photos:
+def _open_folder(path: Path, limit: int | None, allow_outside: bool) -> Photos:
     if (path / "dataset_dict.json").is_file():
-        splits = read_json(path / "dataset_dict.json").get("splits") or ["train"]
+        splits = read_json(path / "dataset_dict.json", SplitsFile).get("splits") or ["train"]
         raise BadFile(f"{path} contains several splits ({', '.join(splits)}). Give one of them: {path / splits[0]}.")
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        return open_saved(path, limit)
+        return open_saved(path, limit, allow_outside=allow_outside)
     files: dict[str, list[tuple[str, int]]] = {"images": [], "parquet": [], "tar": [], "txt": []}
     kinds = {
         **dict.fromkeys(IMAGE_SUFFIXES, "images"),
@@ -113,14 +123,14 @@ def _open_folder(path: Path, limit: int | None) -> Photos:
         return ImageFolder(path, files["images"], {name for name, _ in files["txt"]}, limit)
     for kind in ("parquet", "tar"):
         if files[kind]:
-            return _open_files([path / name for name, _ in sorted(files[kind])], str(path), limit)
+            return _open_files([path / name for name, _ in sorted(files[kind])], str(path), limit, allow_outside)
     raise BadFile(f"There are no images in {path}. {ACCEPTED}; images end in {', '.join(IMAGE_SUFFIXES)}.")
 
 
-def _open_files(files: list[Path], text: str, limit: int | None) -> Photos:
+def _open_files(files: list[Path], text: str, limit: int | None, allow_outside: bool) -> Photos:
     suffixes = {file.suffix.lower() for file in files}
     if suffixes <= set(PARQUET_SUFFIXES):
-        return ParquetPhotos(files, limit)
+        return ParquetPhotos(files, limit, allow_outside=allow_outside)
     if suffixes <= {".tar"}:
         return TarPhotos(files, limit)
     if suffixes <= set(IMAGE_SUFFIXES):

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torino.core.checks import check_choice, check_type
-from torino.core.errors import BadFile
+from torino.core.errors import BadFile, BadParameter
 from torino.core.extras import optional_import
+from torino.core.safety import PIXELS_VARIABLE, max_pixels
 
 with optional_import("Reading images needs", "torino[vlm]"):
     from PIL import Image, ImageOps, UnidentifiedImageError
@@ -24,10 +25,15 @@ Padding = Literal["crop", "square"]
 Picture = str | os.PathLike[str] | bytes | Image.Image
 """Input of :func:`open_image`: a path, the bytes of a file, or an opened image."""
 
-MAX_PIXELS = 178_956_970  # above this Pillow reports a decompression bomb
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are read. Others are refused: for an EPS file, for example, Pillow would start Ghostscript."""
+BAND_PIXELS = 2**22  # pixels that are converted at once, to save memory
 MAX_ASPECT_RATIO = 200  # the short side is scaled up, so a thin strip would fill the memory
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 WHITE = 255
+PREMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}  # modes and what they are converted to first
+
+TILE_WIDTH, TILE_LENGTH, ORIENTATION = 322, 323, 274  # TIFF and EXIF tags
 
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://|data:)")
 
@@ -38,9 +44,13 @@ def open_image(source: Picture) -> Image.Image:
     Transparent pixels are blended with white. 16-bit and floating-point grayscale is scaled to 8 bits. Only the first
     frame of an animation or a multi-page file is used, with a warning. Nothing is downloaded.
 
+    Files must be JPEG, PNG, WebP, GIF, BMP or TIFF, with at most 67 million pixels. The environment variable
+    ``TORINO_MAX_PIXELS`` sets another limit; opening an image takes 8 to 16 bytes of memory per pixel.
+
     Parameters
     ----------
     source : path, bytes or PIL image
+        An image that is already opened may have any format.
 
     Returns
     -------
@@ -50,7 +60,7 @@ def open_image(source: Picture) -> Image.Image:
     Raises
     ------
     BadFile
-        If the source is missing, a folder, a URL, not an image, broken, or larger than ``MAX_PIXELS``.
+        If the source is missing, a folder, a URL, not an image of these formats, broken, or too large.
 
     Examples
     --------
@@ -105,8 +115,8 @@ def prepare(image: Image.Image, padding: Padding = "crop", color: tuple[int, int
     check_choice("padding", padding, Padding, "'crop' or 'square'")
     width, height = image.size
     if padding == "square":
-        if max(width, height) ** 2 > MAX_PIXELS:
-            raise _too_large_error("The image", f"{width}x{height} pixels and would be padded to a square")
+        if max(width, height) ** 2 > 2 * max_pixels():  # accepts the largest photo if it is up to twice as wide as high
+            raise _too_large_error("The image", f"{width}x{height} pixels and would be padded to a square", 2)
         return pad_square(image, color)
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise BadFile(
@@ -150,8 +160,9 @@ def _decode(opened: Image.Image, name: str) -> Image.Image:
     width, height = opened.size
     if width < 1 or height < 1:
         raise BadFile(f"{name} is empty: {width}x{height} pixels. Give an image of at least one pixel.")
-    if width * height > MAX_PIXELS:
+    if width * height > max_pixels():
         raise _too_large_error(name, f"{width}x{height} pixels")
+    _check_tiles(opened, name)
     try:
         opened.load()
         has_frames = bool(getattr(opened, "is_animated", False))
@@ -172,11 +183,15 @@ def _open(source: str | os.PathLike[str] | bytes, name: str) -> Image.Image:
     else:
         raise BadFile(f"An image must be a path, bytes or a PIL image, got {type(source).__name__}.")
     try:
+        if Image.MAX_IMAGE_PIXELS is not None and max_pixels() > Image.MAX_IMAGE_PIXELS:
+            Image.MAX_IMAGE_PIXELS = max_pixels()  # otherwise Pillow refuses what TORINO_MAX_PIXELS allows
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # large, but below MAX_PIXELS
-            return Image.open(file)
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # max_pixels is checked instead
+            return Image.open(file, formats=FORMATS)
+    except BadParameter:
+        raise
     except Image.DecompressionBombError as error:
-        raise _too_large_error(name, f"more than {MAX_PIXELS:,} pixels") from error
+        raise _too_large_error(name, f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels") from error
     except UnidentifiedImageError as error:
         raise BadFile(f"{name} is not an image in a known format. Give a JPEG, PNG, WebP, GIF, BMP or TIFF.") from error
     except Exception as error:
@@ -212,8 +227,19 @@ def _broken_error(name: str, error: Exception) -> BadFile:
     return BadFile(f"{name} cannot be read as an image ({reason}). It may be cut off or damaged: download it again.")
 
 
-def _too_large_error(name: str, size: str) -> BadFile:
-    return BadFile(f"{name} is {size}; torino accepts up to {MAX_PIXELS:,} pixels. Scale it down first.")
+def _too_large_error(name: str, size: str, factor: int = 1) -> BadFile:
+    return BadFile(
+        f"{name} is {size}; torino accepts up to {factor * max_pixels():,} pixels. Scale it down first, or set the "
+        f"environment variable {PIXELS_VARIABLE} to a larger number."
+    )
+
+
+def _check_tiles(opened: Image.Image, name: str) -> None:
+    """Refuse a TIFF whose tiles are larger than an image may be: the decoder allocates a whole tile."""
+    tags: Mapping[int, Any] = getattr(opened, "tag_v2", {})
+    sides = [tags.get(tag, 0) for tag in (TILE_WIDTH, TILE_LENGTH)]
+    if all(isinstance(side, int) for side in sides) and sides[0] * sides[1] > max_pixels():
+        raise _too_large_error(name, f"stored in tiles of {sides[0]}x{sides[1]} pixels")
 
 
 # ------------------------------------------------------------------ color modes
@@ -221,34 +247,61 @@ def _too_large_error(name: str, size: str) -> BadFile:
 
 def _apply_orientation(image: Image.Image) -> Image.Image:
     try:
+        if image.getexif().get(ORIENTATION, 1) == 1:  # exif_transpose would copy the image
+            return image
         return ImageOps.exif_transpose(image)
     except Exception:  # the EXIF data is damaged, the pixels are not
         return image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB."""
+    """Convert an image of any mode to RGB; modes that need several steps are converted in bands, to save memory."""
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
-        image = Image.fromarray(_to_eight_bits(np.asarray(image, np.float64), image.mode))
-    premultiplied = {"La": "LA", "RGBa": "RGBA"}
-    if image.has_transparency_data or image.mode in premultiplied:
-        rgba = image.convert(premultiplied.get(image.mode, "RGBA")).convert("RGBA")
-        background = Image.new("RGBA", rgba.size, (WHITE, WHITE, WHITE, WHITE))
-        return Image.alpha_composite(background, rgba).convert("RGB")
+        white = _find_white(image)
+        return _convert_bands(image, lambda band: Image.fromarray(_to_eight_bits(_gray_values(band), white)))
+    if image.has_transparency_data or image.mode in PREMULTIPLIED:
+        return _convert_bands(image, _blend_with_white)
     return image.convert("RGB")
 
 
-def _to_eight_bits(values: NDArray[np.float64], mode: str) -> NDArray[np.uint8]:
-    """Scale gray values to 0..255. Pillow would clip everything above 255 to white.
+def _bands(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """Yield horizontal bands of an image, with the row of their first line."""
+    width, height = image.size
+    rows = max(1, BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        yield top, image.crop((0, top, width, min(top + rows, height)))
 
-    White is 65535 in 16-bit modes. 32-bit modes do not define it: the smallest of 1, 255 and 65535 that no value
-    exceeds is used, or else the largest value.
+
+def _convert_bands(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    result = Image.new("RGB", image.size)
+    for top, band in _bands(image):
+        result.paste(convert(band).convert("RGB"), (0, top))
+    return result
+
+
+def _blend_with_white(image: Image.Image) -> Image.Image:
+    rgba = image.convert(PREMULTIPLIED.get(image.mode, "RGBA")).convert("RGBA")
+    background = Image.new("RGBA", rgba.size, (WHITE, WHITE, WHITE, WHITE))
+    return Image.alpha_composite(background, rgba)
+
+
+def _gray_values(image: Image.Image) -> NDArray[np.float64]:
+    return np.nan_to_num(np.asarray(image, np.float64), posinf=0.0, neginf=0.0)
+
+
+def _find_white(image: Image.Image) -> float:
+    """Return the gray value of white: 65535 in 16-bit modes.
+
+    32-bit modes do not define it: the smallest of 1, 255 and 65535 that no value exceeds is used, or else the largest
+    value.
     """
-    values = np.nan_to_num(values, posinf=0.0, neginf=0.0)
-    largest = float(values.max(initial=0.0))
-    if mode.startswith("I;16"):
-        white = 65535.0
-    else:
-        candidates = (255.0, 65535.0) if mode.startswith("I") else (1.0, 255.0, 65535.0)
-        white = next((candidate for candidate in candidates if largest <= candidate), largest)
+    if image.mode.startswith("I;16"):
+        return 65535.0
+    largest = max(float(_gray_values(band).max(initial=0.0)) for _, band in _bands(image))
+    candidates = (255.0, 65535.0) if image.mode.startswith("I") else (1.0, 255.0, 65535.0)
+    return next((candidate for candidate in candidates if largest <= candidate), largest)
+
+
+def _to_eight_bits(values: NDArray[np.float64], white: float) -> NDArray[np.uint8]:
+    """Scale gray values to 0..255. Pillow would clip everything above 255 to white."""
     return (values.clip(0, white) * (255 / white)).round().astype(np.uint8)

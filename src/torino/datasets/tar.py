@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torino.core.errors import BadFile
+from torino.core.safety import check_size
+from torino.core.schema import JSON_SHARE, parse_json
 from torino.datasets.base import (
     IMAGE_SUFFIXES,
     TEXT_COLUMNS,
@@ -52,6 +53,7 @@ class TarPhotos(Photos):
         with path.open("rb") as file:
             for name in [image, *(name for name in TEXT_MEMBERS if name in members)]:
                 start, size = members[name]
+                check_size(f"{self._names[index]}.{name} in {path}", size, JSON_SHARE if name == "json" else 1)
                 file.seek(start)
                 contents[name] = file.read(size)
         data = contents.pop(image)
@@ -67,6 +69,8 @@ def _index(path: Path) -> dict[str, dict[str, tuple[int, int]]]:
             for member in file:
                 folder, _, base = member.name.rpartition("/")
                 key, _, ending = base.partition(".")
+                if member.issparse():
+                    raise tarfile.TarError(f"{member.name} is stored as a sparse file")
                 if member.isfile() and key and ending:
                     samples.setdefault(f"{folder}/{key}" if folder else key, {}).setdefault(
                         ending.lower(), (member.offset_data, member.size)
@@ -91,8 +95,7 @@ def _parse_captions(ending: str, data: bytes) -> tuple[str, ...]:
     if ending != "json":
         return parse_lines(data)
     try:
-        value: Any = json.loads(data)
+        fields: dict[str, Any] = parse_json(data, dict)
     except ValueError:  # a broken caption file does not make the photo unusable
         return ()
-    fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
     return next((texts for name in TEXT_COLUMNS if (texts := parse_texts(fields.get(name)))), ())

@@ -12,6 +12,7 @@ from torino.core.errors import BadParameter, TorinoError
 from torino.core.extras import optional_import
 from torino.core.io import write_atomic
 from torino.core.reduction import Reduction
+from torino.datasets.images import open_image
 from torino.evaluation.benchmarks import format_question
 from torino.evaluation.judge import Grader
 from torino.evaluation.protocol import FULL, Setting
@@ -147,9 +148,8 @@ def load_examples(
         missing = [setting.id for setting in shown if not files[setting.id].is_file()]
         if not examples or (settings and missing):
             raise TorinoError(f"The run has saved no reduction of {name}:{index} by {', '.join(missing)}.")
-        with Image.open(folder / IMAGE) as image:
-            question = format_question(sample)
-            cases.append(ExampleCase(name, index, question, image.convert("RGB"), *answers[FULL.id], examples))
+        image, question = open_image(folder / IMAGE), format_question(sample)
+        cases.append(ExampleCase(name, index, question, image, *answers[FULL.id], examples))
     if not cases:
         raise BadParameter(f"The run in {run.folder} has no answered question about a saved image.")
     return cases

@@ -7,7 +7,6 @@ Needs the package openai (``pip install "torino[judge]"``).
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import warnings
@@ -17,12 +16,13 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from torino.core.checks import check_type, to_integer, to_number
 from torino.core.checksum import encode_record, split_record
 from torino.core.errors import BadFile, BadParameter, Unreachable
 from torino.core.extras import optional_import
+from torino.core.schema import parse_json
 from torino.evaluation.samples import Sample
 
 if TYPE_CHECKING:
@@ -79,6 +79,13 @@ class Grader(Protocol):
         ...
 
 
+class _CachedGrade(TypedDict):
+    """A line of the cache; its other fields are for readers."""
+
+    key: str
+    grade: float
+
+
 class _ReplyError(Exception):
     """A reply cannot be used; the message gives the reason."""
 
@@ -109,7 +116,8 @@ class Judge:
     concurrency : int
         Number of simultaneous requests.
     timeout : float
-        Seconds that one request may take in total.
+        Seconds that the grade of one answer may take in total, with all repeated requests and the pauses between them.
+        If there are repeated requests, a single request is given up after half of it.
     """
 
     url: str
@@ -120,7 +128,7 @@ class Judge:
     extra_body: Mapping[str, Any] = field(default_factory=dict[str, Any])
     max_retries: int = 4
     concurrency: int = 4
-    timeout: float = 60.0
+    timeout: float = 120.0
     other_caches: Sequence[Path] = ()
     _grades: dict[str, float | None] = field(default_factory=dict[str, float | None], init=False, repr=False)
     _lock: Lock = field(default_factory=Lock, init=False, repr=False)
@@ -222,11 +230,15 @@ class Judge:
 
     async def _request_grade(self, client: AsyncOpenAI, key: str, index: str, text: str) -> None:
         grade, reply = None, ""
-        for attempt in range(self.max_retries + 1):
-            reply = await self._request(client, text, temperature=0.0 if not attempt else 0.5)
-            grade = parse_grade(reply)
-            if grade is not None:
-                break
+        try:
+            async with asyncio.timeout(self.timeout):
+                for attempt in range(self.max_retries + 1):
+                    reply = await self._request(client, text, temperature=0.0 if not attempt else 0.5)
+                    grade = parse_grade(reply)
+                    if grade is not None:
+                        break
+        except TimeoutError as error:
+            raise self._unreachable(f"it gave no grade within {self.timeout:g} s, with all retries") from error
         self._save({"key": key, "index": index, "model": self.model, "grade": grade, "reply": reply[:500]})
 
     async def _request(self, client: AsyncOpenAI, text: str, temperature: float) -> str:
@@ -252,7 +264,10 @@ class Judge:
         except OpenAIError as error:
             cause = error.__cause__
             reason = str(cause or error) or type(cause or error).__name__
-        raise Unreachable(
+        raise self._unreachable(reason)
+
+    def _unreachable(self, reason: str) -> Unreachable:
+        return Unreachable(
             f"The request to the judge {self.model} at {self.url} failed: {reason}. Check the address, the model and "
             "the key. Grades received so far are kept."
         )
@@ -262,7 +277,7 @@ class Judge:
         with optional_import("The judge needs", "torino[judge]"):
             import httpx2
             from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Omit
-        timeout = self.timeout
+        timeout = self.timeout / 2 if self.max_retries else self.timeout
 
         class LimitedClient(DefaultAsyncHttpxClient):
             """HTTP client that limits the size of a reply and the total time of a request."""
@@ -285,7 +300,7 @@ class Judge:
         return AsyncOpenAI(
             base_url=self.url,
             api_key=self.api_key or "none",  # the client requires one
-            timeout=self.timeout,
+            timeout=timeout,
             max_retries=self.max_retries,
             default_headers=headers | {"Accept-Encoding": "identity"},
             http_client=LimitedClient(follow_redirects=False),
@@ -346,17 +361,13 @@ async def _read_limited(response: Any) -> bytes:
 def _parse_reply(content: bytes) -> str:
     """Return the text of a chat completion."""
     try:
-        text = json.loads(content)["choices"][0]["message"]["content"]
-    except (ValueError, RecursionError) as error:
-        raise _ReplyError(f"its reply is not JSON ({type(error).__name__}: {error})") from error
+        text = parse_json(content)["choices"][0]["message"]["content"]
+    except ValueError as error:
+        raise _ReplyError(f"its reply is not JSON ({error})") from error
     except (KeyError, IndexError, TypeError) as error:
         raise _ReplyError(f"its reply has no choices[0].message.content ({error!r})") from error
     if not isinstance(text, str):
         raise _ReplyError(f"its reply has a {type(text).__name__} instead of a text as content")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _ReplyError(f"its reply is not valid Unicode ({error.reason})") from error
     return text
 
 
@@ -386,10 +397,9 @@ def _read_grades(path: Path) -> dict[str, float | None]:
             warnings.warn(text, stacklevel=4)
             continue
         try:
-            row = json.loads(content)
-            key, grade = str(row["key"]), float(row["grade"])
-        except (ValueError, KeyError, TypeError):
+            row = parse_json(content, _CachedGrade)
+        except ValueError:
             continue
-        if 0 <= grade <= 1:
-            grades[key] = grade
+        if 0 <= row["grade"] <= 1:
+            grades[row["key"]] = float(row["grade"])
     return grades

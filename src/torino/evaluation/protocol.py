@@ -86,7 +86,7 @@ class Setting:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Setting:
-        """Create a setting from the values of :meth:`to_dict`; unknown ones are ignored."""
+        """Create a setting from the values of :meth:`to_dict`, already checked; unknown ones are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict
 
 from filelock import FileLock, Timeout
 
 from torino.core.checksum import encode_record, split_record
 from torino.core.errors import BadFile
+from torino.core.schema import Count, Positive, parse_json
+
+
+class AnswerRow(TypedDict):
+    """An answer of a run."""
+
+    task: str
+    index: str
+    setting: str
+    image: str
+    prediction: str
+    tokens: Count
+    before: Positive
+    seconds: NotRequired[dict[str, float]]
+
+
+class FailedRow(TypedDict):
+    """A question of a run that could not be answered."""
+
+    task: str
+    index: str
+    setting: str
+    error: str
+    seconds: NotRequired[dict[str, float]]
 
 
 class AnswerLog:
@@ -71,10 +94,11 @@ class AnswerLog:
             self._lock.release()
 
 
-def read_records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+def read_records(paths: Iterable[Path], kind: Any = dict) -> Iterator[dict[str, Any]]:
     """Yield the rows of the files; skip a last line cut short by a crash, and raise for any other bad line.
 
-    A line without a checksum, as earlier versions wrote it, is accepted.
+    ``kind`` describes the fields of a row; see :func:`torino.core.schema.check_schema`. A line without a checksum, as
+    earlier versions wrote it, is accepted.
     """
     for path in paths:
         try:
@@ -82,12 +106,17 @@ def read_records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
                         break
-                    yield _parse_row(path, number, line)
+                    yield _parse_row(path, number, line, kind)
         except OSError as error:
             raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
 
 
-def _parse_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def read_answer_rows(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the answers and failures in the files of a run; see :func:`read_records`."""
+    return read_records(paths, FailedRow | AnswerRow)
+
+
+def _parse_row(path: Path, number: int, line: bytes, kind: Any) -> dict[str, Any]:
     content, correct = split_record(line)
     if not correct:
         raise BadFile(
@@ -95,14 +124,11 @@ def _parse_row(path: Path, number: int, line: bytes) -> dict[str, Any]:
             "asked again."
         )
     try:
-        row = json.loads(content)
+        return parse_json(content, kind)
     except ValueError as error:
         raise BadFile(
-            f"{path}, line {number} is not valid JSON ({error}). Remove that line; its question is asked again."
+            f"{path}, line {number} cannot be used: {error}. Remove that line; its question is asked again."
         ) from error
-    if not isinstance(row, dict):
-        raise BadFile(f"{path}, line {number} is not a JSON object. Remove that line; its question is asked again.")
-    return cast(dict[str, Any], row)
 
 
 def _lock(path: Path) -> FileLock:

@@ -6,22 +6,82 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torino.core.checks import expand_path
 from torino.core.errors import BadFile, BadParameter
-from torino.core.io import read_json
+from torino.core.io import is_file, read_json
+from torino.core.schema import Count, Positive
 from torino.evaluation.judge import Grader
 from torino.evaluation.protocol import Setting
-from torino.evaluation.records import read_records
+from torino.evaluation.records import read_answer_rows
 from torino.evaluation.scoring import Score
 from torino.evaluation.tasks import Task, open_task
 
 FORMAT = "torino-run/1"
 RUN, SETTINGS, ANSWERS, PROBLEMS = "run.json", "settings.json", "answers", "problems"
+_FIX = "Restore a copy of the file, or start the run again in a new folder."
+
+
+class TaskFacts(TypedDict):
+    """What a result records about its task; see :meth:`torino.evaluation.tasks.Task.describe`."""
+
+    task: str
+    file: str
+    fingerprint: str
+    prompts: str
+    prompt: str
+    metric: str
+    harness: str
+    samples: Count
+    skipped_rows: NotRequired[Count]
+
+
+class TaskEntry(TaskFacts):
+    """A task in ``run.json``."""
+
+    path: str
+    kind: str
+    max_new_tokens: Positive
+    images: NotRequired[str | None]
+
+
+class SAEEntry(TypedDict):
+    """An SAE in ``run.json``."""
+
+    latents: NotRequired[Positive | None]
+    kind: NotRequired[str | None]
+    name: NotRequired[str | None]
+    content: NotRequired[str | None]
+
+
+class RunFacts(TypedDict):
+    """Facts of a run that its report shows."""
+
+    torino: str
+    model: str
+    versions: dict[str, str]
+    hardware: NotRequired[dict[str, Any]]
+    saes: NotRequired[dict[str, SAEEntry]]
+    limit: NotRequired[Positive | None]
+
+
+class RunFile(RunFacts):
+    """Fields of ``run.json`` that are read again."""
+
+    tasks: list[TaskEntry]
+    settings: list[Setting]
+    matched: NotRequired[bool]
+    added: NotRequired[list[Any]]
+
+
+class SettingsFile(TypedDict):
+    """Contents of ``settings.json``."""
+
+    settings: list[Setting]
 
 
 @dataclass
@@ -69,8 +129,8 @@ class Run:
         """Yield one row per question and setting: the last answer, or the last error if there is no answer."""
         if self._rows is None:
             latest: dict[tuple[str, str, str], dict[str, Any]] = {}
-            for row in read_records(self.answer_files()):
-                key = (str(row.get("task")), str(row.get("setting")), str(row.get("index")))
+            for row in read_answer_rows(self.answer_files()):
+                key = (row["task"], row["setting"], row["index"])
                 if key not in latest or "error" not in row or "error" in latest[key]:
                     latest[key] = row
             self._rows = list(latest.values())
@@ -88,8 +148,9 @@ class Run:
         opened: dict[str, Task] = {}
         for entry in self.metadata["tasks"]:
             path = Path(str(entry["path"]))
-            source = path if data is None and path.is_file() else str(entry["file"])
-            task = open_task(source, data, kind=entry["kind"], prompts=entry["prompts"])
+            source = path if data is None and is_file(path) else str(entry["file"])
+            # the run was allowed to read these images, and scoring does not read them again
+            task = open_task(source, data, kind=entry["kind"], prompts=entry["prompts"], allow_outside=True)
             if task.fingerprint != entry["fingerprint"]:
                 raise BadFile(
                     f"{task.source} is not the file of this run: its fingerprint is {task.fingerprint}, expected "
@@ -119,12 +180,18 @@ def open_run(folder: str | Path) -> Run:
     folder = expand_path(folder, "The run")
     if not os.path.isfile(folder / RUN):  # noqa: PTH113 (Path raises for odd names)
         raise BadFile(f"{folder} is not a run: it has no {RUN}. Give a folder written by torino eval.")
-    metadata = read_json(folder / RUN)
-    if metadata.get("format") != FORMAT:
-        raise BadFile(f"{folder / RUN} has the format {metadata.get('format')!r}; this torino reads {FORMAT!r}.")
-    entries = list(cast(list[dict[str, Any]], metadata["settings"]))
-    later = folder / SETTINGS
-    if later.is_file():
-        entries += cast(list[dict[str, Any]], read_json(later)["settings"])
+    metadata = read_run_file(folder / RUN)
+    entries = [*metadata["settings"], *read_later_settings(folder)]
     settings = {setting.id: setting for setting in map(Setting.from_dict, entries)}
     return Run(folder, metadata, settings)
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """Read and check ``run.json``."""
+    return read_json(path, RunFile, version=FORMAT, fix=_FIX)
+
+
+def read_later_settings(folder: Path) -> list[dict[str, Any]]:
+    """Read ``settings.json``: the settings at the mean lengths of dynamic TORINO. Empty if they are not known yet."""
+    path = folder / SETTINGS
+    return read_json(path, SettingsFile, fix=_FIX)["settings"] if path.is_file() else []

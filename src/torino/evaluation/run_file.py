@@ -18,9 +18,9 @@ import torch
 from filelock import FileLock, Timeout
 
 from torino.core.errors import BadFile, BadParameter
-from torino.core.io import fingerprint_tensors, read_json, write_json
+from torino.core.io import fingerprint_tensors, write_json
 from torino.evaluation.protocol import Setting
-from torino.evaluation.results import ANSWERS, FORMAT, RUN
+from torino.evaluation.results import ANSWERS, FORMAT, RUN, read_run_file
 from torino.evaluation.samples import ImageRef
 from torino.evaluation.tasks import Task
 from torino.sae.identity import hash_sae
@@ -97,7 +97,7 @@ def open_run_file(folder: Path, facts: dict[str, Any]) -> None:
         if not file.is_file():
             write_json(file, facts, sealed=True)
             return
-        known = read_json(file)
+        known = read_run_file(file)
         _check_same_run(folder, known, facts)
         changed = _add_content(known, facts)
         added = new_settings(folder, known["settings"], facts["settings"])

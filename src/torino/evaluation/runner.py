@@ -13,13 +13,13 @@ import numpy as np
 from torino.core.checks import expand_path, to_grid, to_integer, to_list
 from torino.core.concepts import CachedEncoder
 from torino.core.errors import BadParameter, TorinoError
-from torino.core.io import read_json, write_json
+from torino.core.io import write_json
 from torino.evaluation import protocol
 from torino.evaluation.engine import BATCHING, Engine, EngineAnswer, OnError, QuestionToAsk, check_reducers
 from torino.evaluation.examples import ExampleWriter, example_dir
 from torino.evaluation.protocol import FULL, Setting
-from torino.evaluation.records import AnswerLog, read_records
-from torino.evaluation.results import ANSWERS, PROBLEMS, SETTINGS, Run, open_run
+from torino.evaluation.records import AnswerLog, read_answer_rows
+from torino.evaluation.results import ANSWERS, PROBLEMS, SETTINGS, Run, open_run, read_later_settings
 from torino.evaluation.run_file import describe_run, new_settings, open_run_file
 from torino.evaluation.samples import Sample
 from torino.evaluation.tasks import Task
@@ -203,7 +203,7 @@ def evaluate(
                 "same command again when they are there."
             )
         matched_settings = plan.matched_settings(labels, open_run(folder))
-        known = read_json(later)["settings"] if later.is_file() else []
+        known = read_later_settings(folder)
         added = new_settings(folder, known, [setting.to_dict() for setting in matched_settings])
         if added:
             write_json(later, {"settings": [*known, *added]}, sealed=True)
@@ -303,8 +303,8 @@ class _Worker:
 
     def _done(self, failures: bool = True) -> set[Key]:
         files = sorted((self.folder / ANSWERS).glob("*.jsonl"))
-        rows = (row for row in read_records(files) if failures or "error" not in row)
-        return {(str(row["task"]), str(row["index"]), str(row["setting"])) for row in rows}
+        rows = (row for row in read_answer_rows(files) if failures or "error" not in row)
+        return {(row["task"], row["index"], row["setting"]) for row in rows}
 
     def _is_mine(self, sample: Sample) -> bool:
         return int.from_bytes(blake2b(sample.images[0].key.encode(), digest_size=8).digest()) % self.parts == self.part

@@ -18,11 +18,15 @@ from string import ascii_letters, ascii_uppercase, digits
 from typing import Any, Literal, NamedTuple, cast
 
 from torino.core.errors import BadFile
+from torino.core.io import is_file
+from torino.core.safety import check_size, is_inside
+from torino.core.schema import parse_json
 from torino.evaluation.tsv import TsvRow, read_rows, unquote
 
 OnBadRow = Literal["skip", "raise"]
 
 MAX_REFERENCE = 64  # an image cell of at most this many characters is the index of the row that holds the image
+MAX_LITERAL = 100_000  # characters of a Python list; parsing one takes hundreds of bytes per character
 LETTERS = frozenset(ascii_uppercase)
 _BASE64_ALPHABET = f"{ascii_letters}{digits}+/".encode()
 _EMPTY = ("", "nan", "NaN")
@@ -51,10 +55,14 @@ class ImageRef:
         """Return the bytes of the image file (JPEG, PNG, …)."""
         try:
             if not self.length:
+                check_size(str(self.path), self.path.stat().st_size)
                 return self.path.read_bytes()
+            check_size(f"An image in {self.path}", self.length)
             with self.path.open("rb") as file:
                 file.seek(self.start)
                 return decode_base64(file.read(self.length))
+        except BadFile:
+            raise
         except (OSError, ValueError) as error:
             raise BadFile(f"Cannot read an image from {self.path}: {error}. Did the file change?") from error
 
@@ -125,7 +133,13 @@ class _BadRow(Exception):
     """A row cannot be used; the message gives the reason."""
 
 
-def read_tsv(path: str | Path, *, image_root: str | Path | None = None, on_bad_row: OnBadRow = "skip") -> SampleTable:
+def read_tsv(
+    path: str | Path,
+    *,
+    image_root: str | Path | None = None,
+    on_bad_row: OnBadRow = "skip",
+    allow_outside: bool = False,
+) -> SampleTable:
     """Read a TSV in VLMEvalKit's layout.
 
     Parameters
@@ -138,6 +152,9 @@ def read_tsv(path: str | Path, *, image_root: str | Path | None = None, on_bad_r
         ``images/<name of the file>``.
     on_bad_row : {"skip", "raise"}
         Add a row that cannot be used to ``problems``, or raise :class:`BadFile`.
+    allow_outside : bool
+        Accept image files outside ``image_root`` or the folder of the file, after symbolic links are resolved;
+        otherwise they raise :class:`BadFile`.
     """
     path = Path(path)
     samples: list[Sample] = []
@@ -150,7 +167,7 @@ def read_tsv(path: str | Path, *, image_root: str | Path | None = None, on_bad_r
         with path.open("rb") as file:
             rows = read_rows(file)
             columns = _read_header(path, next(rows, None))
-            finder = _ImageFinder(path, image_root)
+            finder = _ImageFinder(path, image_root, allow_outside)
             for number, start, raw, spans in rows:
                 index = ""
                 try:
@@ -173,11 +190,18 @@ def read_tsv(path: str | Path, *, image_root: str | Path | None = None, on_bad_r
     return SampleTable(samples, problems.entries, tuple(columns), digest.hexdigest())
 
 
-def read_jsonl(path: str | Path, *, image_root: str | Path | None = None, on_bad_row: OnBadRow = "skip") -> SampleTable:
+def read_jsonl(
+    path: str | Path,
+    *,
+    image_root: str | Path | None = None,
+    on_bad_row: OnBadRow = "skip",
+    allow_outside: bool = False,
+) -> SampleTable:
     """Read samples from a JSONL file, one object per line, with their images in a folder.
 
     Each object has ``image`` (a path, or a list of them), ``question``, ``answer`` or ``answers``; optionally ``index``
-    or ``id``, ``options`` (a list, or letters to texts) and ``hint``. Other fields become ``meta``.
+    or ``id``, ``options`` (a list, or letters to texts) and ``hint``. Other fields become ``meta``. The parameters are
+    those of :func:`read_tsv`.
     """
     path = Path(path)
     samples: list[Sample] = []
@@ -185,7 +209,7 @@ def read_jsonl(path: str | Path, *, image_root: str | Path | None = None, on_bad
     digest = blake2b(digest_size=16)
     line_by_index: dict[str, int] = {}
     columns: dict[str, None] = {}
-    finder = _ImageFinder(path, image_root)
+    finder = _ImageFinder(path, image_root, allow_outside)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -256,15 +280,17 @@ def parse_answers(text: str) -> tuple[str, ...]:
     """
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
-        for parse in (json.loads, ast.literal_eval):
+        for parse in (parse_json, ast.literal_eval) if len(text) <= MAX_LITERAL else (parse_json,):
             try:
                 items = cast(list[Any], parse(text))
+                answers = [
+                    str(cast(dict[str, Any], item).get("answer", "") if isinstance(item, dict) else item)
+                    for item in items
+                ]
+                "".join(answers).encode()  # raises for a lone surrogate
             except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # cells hold arbitrary text
                 continue
-            answers = [
-                cast(dict[str, Any], item).get("answer", "") if isinstance(item, dict) else item for item in items
-            ]
-            return tuple(str(answer) for answer in answers)
+            return tuple(answers)
     return () if text in _EMPTY else (text,)
 
 
@@ -305,7 +331,8 @@ class _ProblemList:
 class _ImageFinder:
     """Find image files in the usual folders of a table."""
 
-    def __init__(self, path: Path, root: str | Path | None) -> None:
+    def __init__(self, path: Path, root: str | Path | None, allow_outside: bool) -> None:
+        self.path, self.allow_outside = path, allow_outside
         base = path.parent
         self.stem = stem = path.stem.removesuffix("_local")
         usual = (base, base / "images", base / "images" / stem, base / "images" / stem.split("_")[0])
@@ -314,11 +341,17 @@ class _ImageFinder:
     def find(self, name: str) -> ImageRef:
         for root in self.roots:
             path = root / name  # an absolute name ignores root
-            if path.is_file():
+            if is_file(path):
+                if not self.allow_outside and not is_inside(path, self.roots[0]):
+                    raise BadFile(
+                        f"{self.path} names the image {name}, which is outside its folder {self.roots[0]}. Copy the "
+                        "image there, or allow other folders with --allow-outside (allow_outside=True)."
+                    )
                 # names, so that the key is the same on every machine; the size, in case the image is replaced
                 identity = f"{self.stem}/{name}/{path.stat().st_size}"
                 return ImageRef(path, blake2b(identity.encode(), digest_size=16).hexdigest())
-        raise _BadRow(f"image {name} not found in {', '.join(map(str, self.roots))}")
+        shown = name if len(name) <= 100 else f"{name[:100]}… ({len(name):,} characters)"
+        raise _BadRow(f"image {shown} not found in {', '.join(map(str, self.roots))}")
 
 
 def _read_header(path: Path, row: TsvRow | None) -> list[str]:
@@ -390,6 +423,8 @@ def _locate_images(
     spans = [span]
     if text[:1] == b"[":
         spans = [(start + match.start(2), start + match.end(2)) for match in _QUOTED.finditer(raw[start:stop])]
+        if not spans:
+            raise _BadRow("the list of images contains no quoted base64 text")
     images: list[ImageRef] = []
     for first, last in spans:
         data = raw[first:last]
@@ -423,12 +458,10 @@ def _resolve_references(
 def _read_json_cells(line: bytes) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the texts of a JSON line, and the names of its images."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        raise _BadRow("not valid JSON") from None
-    if not isinstance(value, dict):
-        raise _BadRow("not a JSON object")
-    fields = {str(name): item for name, item in cast(dict[Any, Any], value).items() if item is not None}
+        value: dict[str, Any] = parse_json(line, dict)
+    except ValueError as error:
+        raise _BadRow(str(error)) from None
+    fields = {name: item for name, item in value.items() if item is not None}
     images = fields.pop("image", fields.pop("images", []))
     names = tuple(str(name) for name in cast(list[Any], images)) if isinstance(images, list) else (str(images),)
     options = fields.pop("options", fields.pop("choices", None))

@@ -7,20 +7,21 @@ over the samples, sends ``task.prompt(sample)`` with the image to a model, and w
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from torino.core.checks import check_type, expand_path
 from torino.core.checksum import split_record
 from torino.core.errors import BadFile, BadParameter, UnknownName, unknown_name
+from torino.core.io import is_file
 from torino.core.prompt_styles import PromptStyle
+from torino.core.schema import parse_json
 from torino.evaluation import scoring
 from torino.evaluation.benchmarks import (
     CUSTOM,
@@ -239,6 +240,7 @@ def open_task(
     prompts: Prompts = "auto",
     image_root: str | Path | None = None,
     on_bad_row: OnBadRow = "skip",
+    allow_outside: bool = False,
 ) -> Task:
     """Open a task.
 
@@ -259,6 +261,9 @@ def open_task(
         Folder of relative image paths.
     on_bad_row : {"skip", "raise"}
         Add rows that cannot be used to ``problems``, or raise :class:`BadFile`.
+    allow_outside : bool
+        Accept image files outside ``image_root``, or the folder of the file if that is not given. By default such a
+        path raises :class:`BadFile`; symbolic links are resolved.
     """
     if prompts not in _PROMPTS:
         raise BadParameter(f"prompts must be auto or one of {', '.join(get_args(PromptStyle))}, got {prompts!r}.")
@@ -266,7 +271,7 @@ def open_task(
         raise BadParameter(f"kind must be one of {', '.join(_RULES)}, got {kind!r}.")
     path = find_task(name, folder)
     read = read_jsonl if path.suffix == ".jsonl" else read_tsv
-    table = read(path, image_root=image_root, on_bad_row=on_bad_row)
+    table = read(path, image_root=image_root, on_bad_row=on_bad_row, allow_outside=allow_outside)
     stem = path.stem.removesuffix("_local")
     benchmark = find_benchmark(stem) or CUSTOM
     rule: Kind = kind or benchmark.kind or ("mcq" if any(sample.options for sample in table.samples) else "vqa")
@@ -284,7 +289,7 @@ def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
     """Return the file of a task; raise :class:`BadFile` or ``UnknownName`` if there is none."""
     check_type("The task", name, (str, os.PathLike), "a name or path")
     path = Path(name)
-    if path.suffix in (".tsv", ".jsonl") and os.path.isfile(path):  # noqa: PTH113 (Path raises for odd names)
+    if path.suffix in (".tsv", ".jsonl") and is_file(path):
         return path
     root = data_folder(folder)
     text = str(name)
@@ -293,7 +298,7 @@ def find_task(name: str | Path, folder: str | Path | None = None) -> Path:
     for stem in dict.fromkeys(stems):
         for ending in ("", ".tsv", "_local.tsv", ".jsonl"):
             candidate = root / f"{stem}{ending}"
-            if candidate.suffix in (".tsv", ".jsonl") and os.path.isfile(candidate):  # noqa: PTH113
+            if is_file(candidate) and candidate.suffix in (".tsv", ".jsonl"):
                 return candidate
     files = sorted(file.name for file in root.glob("*.tsv")) + sorted(file.name for file in root.glob("*.jsonl"))
     contents = f"it contains {', '.join(files)}" if files else "it contains no .tsv and no .jsonl file"
@@ -328,14 +333,14 @@ def read_answers(path: str | Path) -> list[dict[str, Any]]:
         try:
             if not correct:
                 raise ValueError("it does not match its checksum")
-            row = json.loads(content)
-            if not isinstance(row, dict) or "index" not in row:
-                raise ValueError("not an object with an index")
+            row: dict[str, Any] = parse_json(content, dict)
+            if "index" not in row:
+                raise ValueError("it has no index")
         except ValueError as error:
             if number == len(lines):
                 break
-            raise BadFile(f"{path}, line {number} is not an answer ({error}). Remove that line.") from error
-        rows.append(cast(dict[str, Any], row))
+            raise BadFile(f"{path}, line {number} is not an answer: {error}. Remove that line.") from error
+        rows.append(row)
     return rows
 
 
@@ -379,7 +384,11 @@ def _group(kind: Kind, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _base_index(index: str) -> str:
-    return str(int(index) % ROTATION_STEP) if index.isdecimal() else index
+    return str(int(index) % ROTATION_STEP) if _is_number(index) else index
+
+
+def _is_number(index: str) -> bool:
+    return index.isdecimal() and len(index) < 19  # Python refuses to convert thousands of digits
 
 
 def make_rotations(sample: Sample) -> list[Sample]:
@@ -390,6 +399,6 @@ def make_rotations(sample: Sample) -> list[Sample]:
     for turn in range(len(letters)):
         options = dict(zip(letters, texts[turn:] + texts[:turn], strict=True))
         answer = letters[(correct - turn) % len(letters)]
-        index = str(int(sample.index) + turn * ROTATION_STEP) if sample.index.isdecimal() else f"{sample.index}+{turn}"
+        index = str(int(sample.index) + turn * ROTATION_STEP) if _is_number(sample.index) else f"{sample.index}+{turn}"
         rotations.append(replace(sample, index=index if turn else sample.index, options=options, answers=(answer,)))
     return rotations

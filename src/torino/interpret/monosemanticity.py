@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadParameter, BadTokens
+from torino.core.io import check_tensors
 from torino.core.tokens import check_matrix
 
 MIN_PAIR_WEIGHT = 1e-12  # smallest total weight of all pairs; a single pair at full activation has weight 2
@@ -154,8 +155,11 @@ class MonosemanticityAccumulator:
 
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> MonosemanticityAccumulator:
-        """Restore an accumulator from its :meth:`state_dict`."""
+        """Restore an accumulator from its :meth:`state_dict`; raise ``ValueError`` if its tensors do not fit."""
+        if state["weighted"].ndim != 2:
+            raise ValueError(f"'weighted' has shape {tuple(state['weighted'].shape)}, not that of a matrix")
         restored = cls(*state["weighted"].shape)
+        check_tensors(state, restored.state_dict())
         for name, value in restored.state_dict().items():
             setattr(restored, name, state[name].to(value.dtype).clone())
         return restored

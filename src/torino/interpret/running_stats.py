@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torino.core.io import check_tensors
 from torino.sae.model import SAE
 
 MAX_DENSE = 1 << 24  # dense activations computed at a time: 64 MB
@@ -131,8 +132,14 @@ class RunningStats:
         return {**sums, **dict(zip(names, self._entries[0], strict=True))}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a :meth:`state_dict`."""
-        for name, value in list(vars(self).items()):
-            if isinstance(value, Tensor):
-                setattr(self, name, state[name])
-        self._entries = [tuple(state[f"entry_{name}"] for name in ("latent", "photo", "patch", "value"))]
+        """Continue from a :meth:`state_dict`; raise ``ValueError`` if it does not fit, and change nothing."""
+        sums = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        latent = torch.empty(state["entry_latent"].numel(), dtype=torch.int64, device="meta")
+        entries = {"entry_latent": latent, "entry_photo": latent, "entry_patch": latent, "entry_value": latent.float()}
+        check_tensors(state, sums | entries)
+        for name, limit in (("entry_latent", self._latents), ("entry_photo", self._max_photos)):
+            if bool(((state[name] < 0) | (state[name] >= limit)).any()):
+                raise ValueError(f"{name!r} contains a number that does not exist")
+        for name in sums:
+            setattr(self, name, state[name])
+        self._entries = [tuple(state[name] for name in entries)]

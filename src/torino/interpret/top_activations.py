@@ -8,14 +8,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
 from torino.core.checks import check_type, describe_value, to_integer
 from torino.core.errors import BadFile, BadParameter, BadTokens
-from torino.core.io import read_arrays, write_arrays
+from torino.core.io import check_tensors, read_arrays, write_arrays
+from torino.core.ragged import are_valid_offsets
+from torino.core.schema import Count, Positive, parse_json
 from torino.core.tokens import VisualTokens
 from torino.interpret.monosemanticity import MonosemanticityAccumulator, MonosemanticityScores
 from torino.interpret.running_stats import RunningStats, encode_active
@@ -27,6 +29,21 @@ FILE, PARTIAL_FILE = "top_activations.safetensors", "top_activations.partial.saf
 KEEP = 16
 
 Pool = Literal["mean", "max"]
+
+
+class ScoreValues(TypedDict):
+    """Numbers of :class:`MonosemanticityScores` in a file."""
+
+    chance: float
+    dead: Count
+    unpaired: Count
+
+
+class CountValues(TypedDict):
+    """Numbers of photos and patches in a file."""
+
+    photos: Positive
+    patches: Positive
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,11 +333,12 @@ def _read_matching(path: Path, metadata: dict[str, str]) -> tuple[dict[str, Tens
         return None
     try:
         arrays, header = read_arrays(path)
-        matches = header["format"] == FORMAT and json.loads(header["metadata"]) == metadata
+        matches = header["format"] == FORMAT and parse_json(header["metadata"]) == metadata
     except BadFile as error:
         warnings.warn(f"{error} It is computed again.", stacklevel=3)
         return None
     except (KeyError, ValueError):
+        warnings.warn(f"{path} is damaged; the top activations are collected again.", stacklevel=3)
         return None
     return (arrays, header) if matches else None
 
@@ -329,18 +347,56 @@ def _parse_file(path: Path, arrays: dict[str, Tensor], header: dict[str, str]) -
     """Build the result from the content of the file ``path``."""
     try:
         fields: dict[str, Any] = dict(arrays)
-        scores = MonosemanticityScores(fields.pop("scores"), **json.loads(header["scores"]))
-        counts = json.loads(header["counts"])
-        return TopActivations(
+        scores: ScoreValues = parse_json(header["scores"], ScoreValues)
+        counts: CountValues = parse_json(header["counts"], CountValues)
+        result = TopActivations(
+            monosemanticity=MonosemanticityScores(
+                fields.pop("scores"), scores["chance"], scores["dead"], scores["unpaired"]
+            ),
             **fields,
             photo_count=counts["photos"],
             patch_count=counts["patches"],
-            monosemanticity=scores,
-            metadata=json.loads(header["metadata"]),
-            skipped={int(photo): reason for photo, reason in json.loads(header["skipped"]).items()},
+            metadata=parse_json(header["metadata"], dict[str, str]),
+            skipped=_parse_skipped(header),
         )
-    except (KeyError, TypeError, ValueError) as error:
+        _check_arrays(result)
+        return result
+    except (KeyError, TypeError, ValueError, IndexError) as error:
         raise BadFile(f"{path} is damaged: {error}. Delete it and run torino concepts again.") from error
+
+
+def _parse_skipped(header: dict[str, str]) -> dict[int, str]:
+    return {int(photo): reason for photo, reason in parse_json(header["skipped"], dict[str, str]).items()}
+
+
+def _check_arrays(top: TopActivations) -> None:
+    """Raise ``ValueError`` unless the arrays have the right shapes and types, and name existing photos."""
+    (latents, keep), photos, entries = top.top_photos.shape, len(top.grids), len(top.map_patches)
+    long, double = torch.empty(latents, dtype=torch.int64, device="meta"), torch.float64
+    expected = {
+        "active_patches": long,
+        "active_photos": long,
+        "activation_sum": long.to(double),
+        "max_activation": long.float(),
+        "top_photos": long[:, None].expand(latents, keep),
+        "top_values": long[:, None].expand(latents, keep).float(),
+        "offsets": torch.empty(latents * keep + 1, dtype=torch.int64, device="meta"),
+        "map_values": torch.empty(entries, device="meta"),
+        "grids": torch.empty(photos, 2, dtype=torch.int32, device="meta"),
+    }
+    check_tensors(vars(top) | {"scores": top.monosemanticity.values}, expected | {"scores": long.to(double)})
+    if top.map_patches.ndim != 1 or top.map_patches.dtype not in (torch.int16, torch.int32):
+        raise ValueError("'map_patches' must be a list of integers")
+    if not are_valid_offsets(top.offsets, entries):
+        raise ValueError("'offsets' must be non-decreasing and end with the number of entries")
+    if latents and keep and not -1 <= int(top.top_photos.min()) <= int(top.top_photos.max()) < photos:
+        raise ValueError("'top_photos' contains a photo that does not exist")
+    sizes = torch.cat(
+        [top.grids.long().clamp(min=0).prod(1), torch.zeros(1, dtype=torch.int64)]
+    )  # the last is no photo
+    patches, owners = top.map_patches.long(), top.top_photos.flatten().repeat_interleave(top.offsets.diff())
+    if bool(((patches < 0) | (patches >= sizes[owners])).any()):
+        raise ValueError("'map_patches' contains a patch that does not exist")
 
 
 class _Collector:
@@ -394,11 +450,20 @@ class _Collector:
         for name, value in arrays.items():
             owner, _, key = name.partition(".")
             if key:
-                states[owner][key] = value
-        self.stats.load_state_dict(states["stats"])
-        self.scores = MonosemanticityAccumulator.from_state(states["scores"]) if states["scores"] else None
-        self.grids, self.done = arrays["grids"], int(header["done"])
-        self.skipped = {int(photo): reason for photo, reason in json.loads(header["skipped"]).items()}
+                states.setdefault(owner, {})[key] = value
+        try:
+            done, skipped = parse_json(header["done"], Positive), _parse_skipped(header)
+            if done > len(self.photos):
+                raise ValueError(f"it has {done} photos, more than there are")
+            check_tensors(arrays, {"grids": self.grids})
+            scores = MonosemanticityAccumulator.from_state(states["scores"]) if states["scores"] else None
+            if scores is not None and len(scores.weighted) != self.sae.latents:
+                raise ValueError(f"it has {len(scores.weighted)} latents")
+            self.stats.load_state_dict(states["stats"])
+        except (KeyError, ValueError) as error:
+            warnings.warn(f"{path} is damaged ({error}); the top activations are collected again.", stacklevel=4)
+            return
+        self.scores, self.grids, self.done, self.skipped = scores, arrays["grids"], done, skipped
 
     def finish(self) -> TopActivations:
         if self.scores is None or int(self.stats.photos) < 2:

@@ -8,22 +8,47 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 from uuid import uuid4
 
 from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import read_arrays, read_json, write_arrays, write_json
+from torino.core.schema import Count, parse_json
 from torino.sae.formats.native import read_digest
 from torino.training.files import cannot_write, lock_folder, write_text
+from torino.training.metrics import MetricValues
 
 FORMAT = "torino-training/1"
 CONTENT = ("activations.content", "activations.sample")  # settings that runs of earlier versions did not record
 KEPT_CHECKPOINTS = 2
+
+
+class TrainingRun(TypedDict):
+    """Fields of ``run.json`` that are read again."""
+
+    settings: dict[str, Any]
+    id: NotRequired[str]
+    result: NotRequired[MetricValues]
+
+
+class CheckpointValues(TypedDict):
+    """Numbers in a checkpoint."""
+
+    step: Count
+    scale: float
+    threshold: float
+    hint: float
+
+
+class LogLine(TypedDict):
+    """A line of ``log.jsonl``, as far as it is read again."""
+
+    step: Count
 
 
 class CheckpointStore:
@@ -60,10 +85,9 @@ class CheckpointStore:
                     f"{self.sae_folder} already contains an SAE that was not trained here. Use another folder with -o."
                 )
             return None
-        run = read_json(self.run_file)
-        if run.get("format") != FORMAT:
-            raise BadFile(f"{self.run_file} has format {run.get('format')!r}; this version of torino reads {FORMAT!r}.")
-        before, now = run.get("settings", {}), _to_json_values(settings)
+        fix = f"Restore a copy of it, or delete {self.folder} to train again from the start."
+        run = read_json(self.run_file, TrainingRun, version=FORMAT, fix=fix)
+        before, now = run["settings"], _to_json_values(settings)
         changed = [
             name
             for name in {**before, **now}
@@ -104,7 +128,7 @@ class CheckpointStore:
 
     def save(self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Path:
         """Write a checkpoint, then remove all but the last two."""
-        path = self.folder / f"step-{step:08d}.safetensors"
+        path = self.folder / f"{_stem(step)}.safetensors"
         write_arrays(path, tensors, {"format": FORMAT, "facts": json.dumps({"step": step, **values})})
         for old in self.list_checkpoints()[:-KEPT_CHECKPOINTS]:
             old.unlink(missing_ok=True)
@@ -114,18 +138,28 @@ class CheckpointStore:
         """Return the paths of the checkpoints, oldest first."""
         return sorted(self.folder.glob("step-*.safetensors"))
 
-    def load_latest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return tensors and values of the last readable checkpoint, or None if there is none."""
+    def load_latest(
+        self, check: Callable[[Mapping[str, Tensor], Mapping[str, Any]], None]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return tensors and values of the last readable checkpoint, or None if there is none.
+
+        ``check`` raises ``ValueError`` if a checkpoint does not belong to the run.
+        """
         for temporary in self.folder.glob(".*.*"):  # partial files of a killed run
             temporary.unlink(missing_ok=True)
-        for path in reversed(self.list_checkpoints()):
+        paths = self.list_checkpoints()
+        while paths:
+            path = paths.pop()
             try:
                 tensors, header = read_arrays(path)
-                return tensors, json.loads(header["facts"])
-            except (BadFile, KeyError, ValueError) as error:
-                warnings.warn(f"{path} cannot be read ({error}); resuming from the previous checkpoint.", stacklevel=3)
-        if self.list_checkpoints():
-            warnings.warn(f"No checkpoint in {self.folder} can be read; training starts again.", stacklevel=3)
+                values = parse_json(header.get("facts", "null"), CheckpointValues)
+                if path.stem != _stem(values["step"]):
+                    raise ValueError(f"it is of step {values['step']}")
+                check(tensors, values)
+                return tensors, values
+            except ValueError as error:
+                next_start = "resuming from the previous checkpoint" if paths else "training starts again"
+                warnings.warn(f"{path} cannot be used ({error}); {next_start}.", stacklevel=3)
         return None
 
     def truncate_log(self, step: int) -> None:
@@ -133,13 +167,17 @@ class CheckpointStore:
         if not self.log_file.exists():
             return
         kept: list[str] = []
-        for line in self.log_file.read_text(encoding="utf-8").splitlines():
+        for line in self.log_file.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                if json.loads(line)["step"] <= step:
+                if parse_json(line, LogLine)["step"] <= step:
                     kept.append(line)
-            except (ValueError, KeyError, TypeError):  # a partial line of a killed run
+            except ValueError:  # a partial line of a killed run
                 continue
         write_text(self.log_file, "".join(f"{line}\n" for line in kept))
+
+
+def _stem(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _to_json_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,10 +13,23 @@ from torch import Tensor
 from torino.core.concepts import Concepts
 from torino.core.errors import BadParameter, BadTokens
 from torino.core.grouping import group_by_overlap
+from torino.core.schema import Count
 from torino.sae.model import SAE
 from torino.training.objectives import BatchStats
 
 CHUNK = 1 << 23  # latents that are encoded at once
+
+
+class MetricValues(TypedDict):
+    """Metrics in a file; see :class:`SAEMetrics` and :func:`count_groups`."""
+
+    fvu: float
+    levels: list[float]
+    l0: float
+    dead: float
+    top_frequency: float
+    rows: Count
+    groups: NotRequired[dict[str, float]]
 
 
 @dataclass(frozen=True)

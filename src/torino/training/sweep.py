@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from torino.core.errors import BadParameter
 from torino.core.io import read_json, write_json
+from torino.core.text import format_csv
 from torino.sae.formats.native import read_digest
 from torino.sae.model import SAE
 from torino.training.activations.base import Activations
 from torino.training.config import TrainConfig
 from torino.training.distributed import Distributed
 from torino.training.files import write_text
-from torino.training.metrics import compute_metrics, count_groups
+from torino.training.metrics import MetricValues, compute_metrics, count_groups
 from torino.training.trainer import StepCallback, train
+
+
+class HeldoutFile(TypedDict):
+    """Metrics on held-out photos, in ``heldout.json``."""
+
+    photos: str
+    measures: MetricValues
+
 
 HeldoutPhotos = Callable[[], Iterable[Tensor]]
 COUNT_COLUMNS = ("latents", "rows")
@@ -101,7 +108,9 @@ def _heldout_metrics(
 ) -> Mapping[str, Any]:
     """Return the metrics on held-out photos, computed once and then read from disk."""
     path = sae_folder / "training" / "heldout.json"
-    saved: dict[str, Any] = read_json(path) if path.exists() else {}
+    saved: dict[str, Any] = {}
+    if path.exists():
+        saved = read_json(path, HeldoutFile, fix="Delete it, and the metrics are computed again.")
     measured = {"photos": name, "sae": read_digest(sae_folder)}
     if any(saved.get(key) != value for key, value in measured.items()):
         sae = SAE.load(sae_folder, device=device)
@@ -114,14 +123,13 @@ def _heldout_metrics(
 def write_tables(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write the rows as ``table.md``, with rounded numbers, and ``table.csv``."""
     flat = [flatten_row(row) for row in rows]
-    columns = list(flat[0])
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
+    columns = list(dict.fromkeys(name for row in flat for name in row))
     lines = ["| " + " | ".join(columns) + " |", "|" + " ---: |" * len(columns)]
-    lines += ["| " + " | ".join(format_value(name, row[name]) for name in columns) + " |" for row in flat]
-    write_text(folder / "table.csv", text.getvalue())
+    lines += [
+        "| " + " | ".join(format_value(name, row[name]) if name in row else "" for name in columns) + " |"
+        for row in flat
+    ]
+    write_text(folder / "table.csv", format_csv([columns, *([row.get(name, "") for name in columns] for row in flat)]))
     write_text(folder / "table.md", "\n".join(lines) + "\n")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from torino.core.checks import check_type, describe_value, to_integer, to_path
 from torino.core.errors import BadParameter, BadTokens, TorinoError
+from torino.core.io import check_tensors
 from torino.core.tokens import check_matrix
 from torino.sae.card import SAECard
 from torino.sae.model import SAE, Kind
@@ -177,6 +179,22 @@ class Trainer:
                 }
 
 
+def check_state(config: TrainConfig, width: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless the tensors and values are a state of a run with this resolved configuration.
+
+    Torch does not check the shapes of all of them: moments of another shape would overwrite foreign memory.
+    """
+    assert config.latents is not None
+    matrix, biases = torch.empty(config.latents, width, device="meta"), torch.empty(config.latents, device="meta")
+    weights = {"W_enc": matrix, "W_dec": matrix, "b_enc": biases, "b_dec": matrix[0]}
+    stats = LatentStats(len(config.group_sizes()), width, config.latents, torch.device("meta")).state_dict()
+    check_tensors(tensors, weights | {"centre": matrix[0], "silent": biases.long()} | stats)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        check_tensors(tensors, {f"{name}.{moment}": value for name, value in weights.items()})
+    if not values["scale"] > 0 or values["step"] > config.steps:
+        raise ValueError(f"its scale is {values['scale']:g} and its step {values['step']} of {config.steps}")
+
+
 @dataclass(frozen=True)
 class TrainResult:
     """Result of a run.
@@ -262,7 +280,7 @@ def train(
                 checkpoints.check_finished(run)
                 checkpoints.remove_checkpoints()
             return TrainResult(sae_folder, run["result"], already_finished=True)
-        state = checkpoints.load_latest() if run is not None else None
+        state = checkpoints.load_latest(partial(check_state, config, activations.width)) if run is not None else None
         distributed.barrier()  # all processes have read the checkpoint before the main process writes
         trainer = Trainer(activations, config, device=device, distributed=distributed, state=state)
         opened: list[MetricLogger] = []

@@ -343,5 +343,5 @@ def test_plot_command_draws_all_possible_figures(
         assert text in str(failed.exception)
     del result["examples"][0]["question"]  # type: ignore[attr-defined]
     cells.write_text(json.dumps(result))
-    with pytest.raises(BadFile, match="lacks 'question'"):
+    with pytest.raises(BadFile, match=r"'examples\[0\]\.question' is missing"):
         read_examples(cells)

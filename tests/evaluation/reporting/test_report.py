@@ -19,6 +19,7 @@ from tests.support.synthetic_run import make_report_app, write_synthetic_run
 from torino.core.errors import BadFile, BadParameter
 from torino.evaluation.protocol import fixed_settings, own_settings
 from torino.evaluation.reporting.report import write_report
+from torino.evaluation.reporting.scores_file import read_scores
 from torino.evaluation.reporting.summary import (
     display_name,
     load_summary,
@@ -353,7 +354,7 @@ def test_warnings_come_first(tmp_path: Path, summary: dict[str, Any]) -> None:
     lines = [line for line in (folder / "report" / "report.md").read_text().splitlines() if line]
     assert lines[1].startswith("> **Warning:** GQA: with all tokens the model scores 0.00")
     assert lines[2].startswith("> **Warning:** POPE: with all tokens the model gives one answer to all 10 questions")
-    assert "'&lt;b&gt;B&lt;/b&gt;'" in lines[2]
+    assert "'&lt;b>B&lt;/b>'" in lines[2]
     page = (folder / "report" / "report.html").read_text()
     first = page.index('role="alert"><strong>Warning:</strong> GQA: with all tokens')
     assert first < page.index('<p class="note">') < page.index("<h2>Scores</h2>")
@@ -467,3 +468,36 @@ def test_methods_with_options_are_separate_rows(tmp_path: Path) -> None:
     assert plain["scores"]["GQA"]["value"] == with_options["scores"]["GQA"]["value"]
     assert plain["versus"] is None  # the plain method is the reference
     assert with_options["versus"]["value"] == 0
+
+
+def test_scores_with_damaged_warnings_are_refused(tmp_path: Path, summary: dict[str, Any]) -> None:
+    path = tmp_path / "scores.json"
+    for warnings in (None, [3], [{"task": "GQA"}], "text"):
+        path.write_text(json.dumps(summary | {"warnings": warnings}))
+        with pytest.raises(BadFile, match=r"scores\.json cannot be used: '?warnings.* Delete it"):
+            read_scores(path)
+
+
+def test_hostile_names_in_markdown_and_csv(tmp_path: Path, summary: dict[str, Any]) -> None:
+    hostile = "=1+1|<script>alert(1)</script>\n\n# ![x](http://y) [z](javascript:w)\x1b[2J"
+    changed = json.loads(json.dumps(summary))
+    changed["run"]["model"] = changed["name"] = hostile
+    changed["notes"] = [hostile]
+    for task in changed["run"]["tasks"]:
+        task["prompt"] = task["file"] = hostile
+    for row in iter_rows(changed):
+        row["label"] = hostile
+    write_report(changed, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "<" not in text.replace("<u>", "").replace("</u>", "")
+    for syntax in ("![", "](", "\x1b", "\n# !"):
+        assert syntax not in text
+    assert "&lt;script>" in text
+    assert all(line.startswith(("|", ">", "-", "#")) for line in text.splitlines() if "script" in line)
+    for name in ("table.csv", "details.csv"):
+        rows = list(csv.reader(io.StringIO((tmp_path / name).read_text(encoding="utf-8"))))
+        cells = [cell for row in rows for cell in row if "script" in cell]
+        assert cells
+        assert all(cell.startswith("'=") for cell in cells)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in page

@@ -106,6 +106,11 @@ def test_a_malicious_pickle_does_not_run(tmp_path: Path, how: str) -> None:
         ({"W_enc": torch.empty(D, C, device="meta")}, "'W_enc' .* meta tensor"),
         ({"W_enc": torch.eye(D, C).to_sparse()}, "'W_enc' .* sparse tensor"),
         ({"W_enc": torch.zeros(1).expand(10**6, 10**7)}, r"'W_enc' .* the file has fewer values"),
+        (
+            {"group_sizes": torch.ones(1, dtype=torch.int64).expand(10**13)},
+            r"'group_sizes' .* the file has fewer values",
+        ),
+        ({"group_sizes": torch.ones(2, device="meta")}, "'group_sizes' .* meta tensor"),
         ({"r_mag": random_tensor(C)}, "gated"),
     ],
 )

@@ -165,8 +165,8 @@ def test_mean_and_scale_can_be_folded(tmp_path: Path) -> None:
         (LEGACY | {"exp_factor": 7}, r"d_vit \* exp_factor = 56, but the weights have 24"),
         (LEGACY | {"d_vit": 9}, "d_vit = 9, but the weights have 8"),
         ("[1, 2]", "neither safetensors nor a torch checkpoint"),
-        ('{"d_vit": ', "first line of .* is not valid JSON"),
-        ('{"a":' * 5000, "first line of .* is not valid JSON"),
+        ('{"d_vit": ', "first line of .* cannot be used: it is not valid JSON"),
+        ('{"a":' * 5000, "first line of .* cannot be used: it is nested more than 64 levels deep"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:saev normalizes")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.files import flip_byte
 from tests.support.tiny_towers import COUNT, GOOD, PATCHES, WIDTH, write_tower
 from torino import TorinoError
 from torino.core.errors import BadParameter
@@ -143,6 +144,10 @@ def test_run_resumes_with_the_same_stream_only(tmp_path: Path, clip: Tower, phot
     shutil.copy(others / "00.jpg", others / "01.jpg")
     with pytest.raises(BadParameter, match=r"settings: activations\.fingerprint was '\w+', now '\w+'"):
         start(others)
+    same_sizes = shutil.copytree(photo_folder, tmp_path / "copy" / photo_folder.name)
+    flip_byte(same_sizes / "00.jpg", -100)
+    with pytest.raises(BadParameter, match=r"settings: activations\.sample was '\w+', now '\w+'\. Use"):
+        start(same_sizes)
     retrained = load_tower(write_tower(tmp_path / "tiny-clip", seed=1), block=1)
     with pytest.raises(BadParameter, match=r"settings: activations\.tower was '\w+', now '\w+'\. Use"):
         start(tower=retrained)

@@ -6,7 +6,6 @@ there. A row is marked after its features are on disk, so an interrupted run con
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from torino.core.extras import optional_import
+from torino.datasets.images import open_image
 
 Encode = Callable[[Sequence[Image.Image]], Tensor]
 BATCH = 8
@@ -74,7 +74,7 @@ class Features:
 
         if self._images is None:
             self._images = pq.read_table(self.file, columns=["image"]).column("image")
-        return [Image.open(io.BytesIO(self._images[row].as_py())).convert("RGB") for row in rows]
+        return [open_image(self._images[row].as_py()) for row in rows]
 
     def fill(self, encode: Encode) -> Iterator[int]:
         """Compute what is missing; yields the number of rows that are done."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from torino.core.errors import BadFile
 from torino.core.io import write_atomic
+from torino.core.text import neutralize_markdown, printable
 from torino.evaluation.benchmarks import BENCHMARKS
 from torino.evaluation.paper import PaperTable
 from torino.evaluation.reporting.page import render_page
@@ -73,16 +73,17 @@ def write_report(
 def write_markdown(summary: Summary, table: ReportTable) -> str:
     """Return the complete report as Markdown."""
     parts = [
-        f"# {summary['name']}",
-        *[f"> **Warning:** {escape(text, quote=False)}" for text in list_warnings(summary)],
+        f"# {_one_line(summary['name'])}",
+        *[f"> **Warning:** {_one_line(text)}" for text in list_warnings(summary)],
     ]
-    parts += [f"> {statement}" for statement in list_statements(summary, table)]
+    parts += [f"> {_one_line(statement)}" for statement in list_statements(summary, table)]
     parts += ["## Scores", _legend(summary), to_markdown(table)]
     parts += ["## Confidence intervals of relative scores", _interval_tables(summary, table)]
     parts += ["## Answers", _answer_table(summary)]
-    facts = "\n".join(f"- {name}: {value}" for name, value in list_facts(summary).items() if value)
+    facts = "\n".join(f"- {name}: {_one_line(value)}" for name, value in list_facts(summary).items() if value)
     parts += ["## Configuration", facts, _task_table(summary)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    text = "\n\n".join(part for part in parts if part) + "\n"
+    return neutralize_markdown(text, allowed=["u"])  # names of models, tasks and SAEs come from others
 
 
 def write_caption(summary: Summary, table: ReportTable) -> str:
@@ -232,7 +233,7 @@ def _format_spread(row: Mapping[str, Any]) -> str:
 
 
 def _bounds(interval: Mapping[str, Any]) -> str:
-    return "" if interval["low"] is None else f"[{interval['low']:.2f}, {interval['high']:.2f}]"
+    return "" if None in (interval["low"], interval["high"]) else f"[{interval['low']:.2f}, {interval['high']:.2f}]"
 
 
 def _answer_table(summary: Summary) -> str:
@@ -262,14 +263,18 @@ def _count_answers(row: Mapping[str, Any]) -> dict[str, int]:
 def _task_table(summary: Summary) -> str:
     lines = [["Task", "File", "Fingerprint", "Samples", "Metric", "Prompt"], ["---"] * 6]
     for task in summary["run"]["tasks"]:
-        prompt = str(task["prompt"]).replace("\n", " ⏎ ").replace("|", "\\|")
         fingerprint = f"`{str(task['fingerprint'])[:16]}`"
-        lines.append([task["task"], task["file"], fingerprint, f"{task['samples']:,}", str(task["metric"]), prompt])
+        cells = [task["task"], task["file"], fingerprint, f"{task['samples']:,}", task["metric"], task["prompt"]]
+        lines.append([str(cell) for cell in cells])
     return markdown_grid(lines)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())
 
 
 def _write(path: Path, text: str) -> Path:
     def write(target: Path) -> None:
-        target.write_text(text, encoding="utf-8")
+        target.write_text(printable(text), encoding="utf-8")
 
     return write_atomic(path, write)

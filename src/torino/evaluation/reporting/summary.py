@@ -15,11 +15,12 @@ from typing import Any, Literal
 import numpy as np
 
 from torino.core.errors import BadFile, BadParameter
-from torino.core.io import read_json, write_json
+from torino.core.io import write_json
 from torino.evaluation.benchmarks import find_benchmark
 from torino.evaluation.judge import Grader
 from torino.evaluation.plausibility import find_implausible
 from torino.evaluation.protocol import KD_METHODS, NO_SAE, Setting
+from torino.evaluation.reporting.scores_file import FORMAT, SCORES, read_scores
 from torino.evaluation.results import SETTINGS, Run, open_run
 from torino.evaluation.scoring import Score, ScoreStats
 from torino.evaluation.statistics import (
@@ -36,8 +37,6 @@ from torino.evaluation.statistics import (
 )
 from torino.evaluation.tasks import Task
 
-FORMAT = "torino-scores/1"
-SCORES = "scores.json"
 ResampleBy = Literal["question", "image"]
 Summary = dict[str, Any]
 Answers = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
@@ -156,14 +155,6 @@ def _is_of_run(path: Path, run: Run) -> bool:
     summary = read_scores(path)
     columns = [column["task"] for column in summary["columns"]]
     return summary["run"].get("created") == run.metadata.get("created") and columns == run.tasks
-
-
-def read_scores(path: str | Path) -> Summary:
-    """Read ``scores.json``."""
-    summary = read_json(path)
-    if summary.get("format") != FORMAT:
-        raise BadFile(f"{path} has the format {summary.get('format')!r}; this torino reads {FORMAT!r}.")
-    return summary
 
 
 def group_answers(run: Run) -> dict[tuple[str, str], list[dict[str, Any]]]:

@@ -5,13 +5,12 @@ Tiers are stacked; the best score of a tier is bold and the second underlined.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from torino.core.text import format_csv
 from torino.evaluation.paper import PaperRow, PaperTable, paper_table, table_names
 from torino.evaluation.protocol import NO_SAE
 from torino.evaluation.reporting.summary import Summary
@@ -115,7 +114,7 @@ def paper_rows_for(table: PaperTable, tier: Mapping[str, Any]) -> list[PaperRow]
     """Return the paper's rows of a tier: those with the same budget, or the same (k, δ)."""
     tiers = table.tiers()
     if table.setting == "fixed budget":
-        return tiers.get(int(tier["tier"]), []) if str(tier["tier"]).isdecimal() else []
+        return {str(tokens): rows for tokens, rows in tiers.items()}.get(tier["tier"], [])
     counts = list(tiers)
     pair, _ = parse_tier(str(tier["tier"]))
     if pair not in PAPER_TIERS or len(counts) != len(PAPER_TIERS):
@@ -150,8 +149,9 @@ def to_markdown(table: ReportTable) -> str:
 
 
 def markdown_grid(lines: Sequence[Sequence[str]]) -> str:
-    """Format lines of cells as a Markdown table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    """Format lines of cells as a Markdown table; line breaks and bars in a cell do not end it."""
+    rows = [[re.sub(r"(?<!\\)\|", r"\\|", " ⏎ ".join(cell.splitlines())) for cell in cells] for cells in lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def to_latex(table: ReportTable, caption: str, label: str) -> str:
@@ -196,25 +196,21 @@ def to_latex(table: ReportTable, caption: str, label: str) -> str:
 
 def to_csv(table: ReportTable) -> str:
     """Format the table as CSV, one line per method; ``source`` is ``measured`` or ``paper``."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["tier", "heading", "source", "method", "tokens", *table.columns])
+    lines: list[list[str]] = [["tier", "heading", "source", "method", "tokens", *table.columns]]
     for tier in table.tiers:
         for row in tier.rows:
             texts = [row.cells[name].text.split(" ")[0].removesuffix("%").replace("–", "") for name in table.columns]
             source = "measured" if row.measured else "paper"
-            writer.writerow([tier.tier, tier.heading, source, row.label, row.tokens.lstrip("~"), *texts])
-    return out.getvalue()
+            lines.append([tier.tier, tier.heading, source, row.label, row.tokens.lstrip("~"), *texts])
+    return format_csv(lines)
 
 
 def to_detailed_csv(summary: Summary) -> str:
     """Format all results as CSV: one line per method and task, and one for each relative score."""
-    out = io.StringIO()
     names = ["tier", "method", "spec", "sae", "seeds", "task", "metric", "value", "low", "high", "sd", "difference"]
     names += ["difference_low", "difference_high", "p", "questions", "of", "failed", "unparsed", "unanswered"]
     names += ["images", "tokens_mean", "tokens_p10", "tokens_median", "tokens_p90", "tokens_min", "tokens_max"]
-    writer = csv.DictWriter(out, names, lineterminator="\n", restval="")
-    writer.writeheader()
+    lines: list[dict[str, Any]] = []
     for row in iter_rows(summary):
         common = {name: row[name] for name in ("tier", "spec", "sae", "seeds")} | {"method": row["label"]}
         for task, score in row["scores"].items():
@@ -222,7 +218,7 @@ def to_detailed_csv(summary: Summary) -> str:
             tokens = row["tokens_by_task"].get(task, {})
             statistics = ("mean", "p10", "median", "p90", "min", "max")
             counts = {name: score["counts"].get(name, 0) for name in ("failed", "unparsed", "unanswered")}
-            writer.writerow(
+            lines.append(
                 common
                 | {"task": task, "metric": score["metric"], "questions": score["questions"], "of": score["of"]}
                 | _interval_columns(score)
@@ -233,13 +229,13 @@ def to_detailed_csv(summary: Summary) -> str:
             )
         if row["relative"] is not None:
             mean = "" if row["tokens"] is None else round(row["tokens"], 3)
-            writer.writerow(
+            lines.append(
                 common
                 | {"task": RELATIVE, "metric": "macro-average of ratios to the baseline", "tokens_mean": mean}
                 | _interval_columns(row["relative"])
                 | _difference_columns(row["versus"])
             )
-    return out.getvalue()
+    return format_csv([names, *([line.get(name, "") for name in names] for line in lines)])
 
 
 def iter_rows(summary: Summary) -> Iterator[dict[str, Any]]:
@@ -317,7 +313,7 @@ def _build_cell(row: Mapping[str, Any], column: str) -> TableCell:
         text += f" ± {score['sd']:.2f}"
     incomplete = score["questions"] < score["of"] if column != RELATIVE else is_incomplete(row)
     text += "*" if incomplete else ""
-    return TableCell(text, "", score["low"], score["high"], score["value"], score.get("sd"))
+    return TableCell(text, "", score.get("low"), score.get("high"), score["value"], score.get("sd"))
 
 
 def _build_paper_row(row: PaperRow, columns: Mapping[str, str]) -> TableRow:

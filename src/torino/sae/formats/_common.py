@@ -136,13 +136,17 @@ class CheckpointFile:
         if not isinstance(value, Tensor) or value.dtype not in FLOATS:
             actual = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
             raise self.error(name, f"is {actual}, not a floating-point tensor.")
+        self._check_stored(name, value)
+        if not bool(torch.isfinite(value).all()):
+            raise self.error(name, "contains NaN or infinite values.")
+        return value.float()
+
+    def _check_stored(self, name: str, value: Tensor) -> None:
+        """Refuse a tensor whose values are not all in the file; one of stride 0 takes its whole size when copied."""
         if value.layout != torch.strided or value.is_meta:
             raise self.error(name, f"is a {'meta' if value.is_meta else 'sparse'} tensor, not a dense one.")
         if value.nbytes > value.untyped_storage().nbytes():
             raise self.error(name, f"has shape {tuple(value.shape)}, but the file has fewer values.")
-        if not bool(torch.isfinite(value).all()):
-            raise self.error(name, "contains NaN or infinite values.")
-        return value.float()
 
     def check_finite(self, name: str) -> None:
         """Refuse a tensor with NaN or infinite values; it is read in parts and not kept."""
@@ -190,7 +194,8 @@ class CheckpointFile:
             return None
         value = self._read(name)
         if isinstance(value, Tensor):
-            value = None if value.is_meta else value.tolist()
+            self._check_stored(name, value)
+            value = value.tolist()
         return check_integers(value, name, self.path)
 
     def parts(self, names: TensorNames, kind: Kind, decoder: bool) -> SAEParts:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import hash_tensors, read_json, write_arrays, write_json
+from torino.core.schema import check_schema
 from torino.sae.formats._common import (
     DIGEST,
     THRESHOLDED,
@@ -30,6 +31,19 @@ FORMAT = "torino-sae/1"
 FAMILY = "torino-sae/"
 WEIGHTS, CARD = "sae.safetensors", "card.json"
 NAMES, NAMES_FORMAT = "names.json", "torino-names/1"
+
+
+class NameEntry(TypedDict):
+    """The name of a latent; its other fields are statistics."""
+
+    name: str
+    kind: NotRequired[str]
+
+
+class NamesFile(TypedDict):
+    """Fields of ``names.json`` that are read again."""
+
+    names: dict[str, NameEntry]
 
 
 def matches(file: CheckpointFile) -> bool:
@@ -94,15 +108,15 @@ def read_names(file: CheckpointFile, latents: int) -> dict[int, str]:
         other_size = content.get("latents", latents) != latents
         if other_size or (DIGEST in content and DIGEST in file.header and content[DIGEST] != file.header[DIGEST]):
             raise BadFile(f"{path} belongs to other weights.")
-        entries = cast(dict[str, dict[str, Any]], content["names"])
-        names = {int(latent): _shown_name(entry) for latent, entry in entries.items()}
+        check_schema(content, NamesFile)
+        names = {int(latent): _shown_name(entry) for latent, entry in content["names"].items()}
         if any(not 0 <= latent < latents for latent in names):
             raise BadFile(f"{path} contains names of latents that this SAE does not have.")
         return names
     except BadFile as error:
         reason = str(error)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        reason = f"{path} has an entry without a name."
+    except ValueError as error:
+        reason = f"{path} cannot be used: {error}."
     warnings.warn(f"{reason} The names are ignored. Create them again with torino concepts.", stacklevel=2)
     return {}
 
@@ -128,11 +142,11 @@ def write_names(
 def count_names(folder: Path, digest: str | None) -> int:
     """Return the number of names in ``names.json``; 0 if it is damaged or belongs to other weights than ``digest``."""
     try:
-        content = read_json(folder / NAMES)
+        content = read_json(folder / NAMES, NamesFile)
     except BadFile:
         return 0
-    names, others = content.get("names"), digest is not None and content.get(DIGEST, digest) != digest
-    return len(cast(dict[str, Any], names)) if isinstance(names, dict) and not others else 0
+    others = digest is not None and content.get(DIGEST, digest) != digest
+    return 0 if others else len(content["names"])
 
 
 def read_digest(folder: Path) -> str | None:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -28,13 +28,32 @@ from torch import Tensor
 
 from torino.core.checksum import verify_safetensors
 from torino.core.errors import BadFile
-from torino.core.io import read_json, write_arrays
+from torino.core.io import check_tensors, read_json, write_arrays
+from torino.core.safety import check_size
+from torino.core.schema import JSON_SHARE, Count, Positive, check_schema, parse_json
 from torino.core.verified import VerifiedFiles
-from torino.training.activations.selection import SkippedPhoto
+from torino.training.activations.selection import SkippedPhoto, TokenSelection
 
 CARD, NAMES, SKIPPED, SHARDS = "card.json", "photos.jsonl", "skipped.txt", "shards"
+MAX_SHARDS = 1_000_000  # of up to 1,024 photos each
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 _SAFETENSORS_DTYPES = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I32": torch.int32}
+
+
+class ShardTensor(TypedDict):
+    """Location of a tensor in a shard."""
+
+    dtype: Literal["F16", "F32", "F64", "I32"]
+    shape: list[Count]
+    data_offsets: list[Count]
+
+
+class ShardMetadata(TypedDict):
+    """Metadata of a shard."""
+
+    settings: str
+    crc32: str
+    skipped: list[list[Any]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +76,7 @@ class CacheSettings:
 
     encoder: str
     block: int
-    width: int
+    width: Positive
     tower: str
     tokens: str
     padding: str
@@ -65,18 +84,24 @@ class CacheSettings:
     dtype: str
     data: str
     fingerprint: str
-    photos: int
-    photos_per_shard: int
+    photos: Positive
+    photos_per_shard: Positive
 
     @classmethod
     def from_card(cls, card: Mapping[str, Any], path: Path) -> CacheSettings:
         """Read the settings from the contents of a card."""
         try:
-            return cls(**{field.name: card[field.name] for field in fields(cls)})
-        except KeyError as error:
+            check_schema(card, cls)
+            settings = cls(**{field.name: card[field.name] for field in fields(cls)})
+            TokenSelection.parse(settings.tokens)
+            if settings.dtype not in DTYPES or settings.shards > MAX_SHARDS:
+                raise ValueError(f"its dtype is {settings.dtype!r} and it has {settings.shards:,} shards")
+        except ValueError as error:
             raise BadFile(
-                f"{path} is not the card of an activation store: {error} is missing. Cache activations in a new folder."
+                f"{path} is not the card of an activation store: {str(error).rstrip('.')}. Run the same torino "
+                "activations command again, which writes the card again and keeps the shards, or use a new folder."
             ) from error
+        return settings
 
     @property
     def digest(self) -> str:
@@ -137,7 +162,12 @@ class Shard:
         tensors, header = _map_safetensors(path)
         if header["settings"] != digest:
             raise BadFile(f"{path} was written with other settings than its store.")
-        skipped = tuple(SkippedPhoto(*entry) for entry in header["skipped"])
+        entries = [dict(zip(("index", "name", "reason"), entry, strict=False)) for entry in header["skipped"]]
+        try:
+            check_schema(entries, list[SkippedPhoto])
+        except ValueError as error:
+            raise BadFile(f"{path} is damaged: skipped {error}.") from error
+        skipped = tuple(SkippedPhoto(**entry) for entry in entries)
         # small tensors are copied into memory; the rows stay on disk
         small = {name: tensors[name].clone() for name in ("counts", "grids", "sums")}
         return cls(
@@ -206,9 +236,13 @@ def _map_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= size - 8:
                 raise BadFile(f"{damaged}.")
-            header: dict[str, Any] = json.loads(file.read(length))
-        metadata: dict[str, Any] = json.loads(header.pop("__metadata__")["torino"])
-        if {"settings", "crc32", "skipped"} - set(metadata) or {"rows", "counts", "grids", "sums"} - set(header):
+            check_size(f"The header of {path}", length, JSON_SHARE)
+            header: dict[str, Any] = parse_json(file.read(length), dict)
+        texts = header.pop("__metadata__")
+        check_schema(texts, dict[str, str])
+        metadata: dict[str, Any] = parse_json(texts["torino"], ShardMetadata)
+        check_schema(header, dict[str, ShardTensor])
+        if {"rows", "counts", "grids", "sums"} - set(header):
             raise BadFile(f"{path} is not a shard of an activation store.")
         expected = 8 + length + max(int(entry["data_offsets"][1]) for entry in header.values())
         if size != expected:
@@ -253,6 +287,8 @@ def open_shards(
     shards: dict[int, Shard] = {}
     faults: dict[int, str] = {}
     verified = VerifiedFiles(folder / SHARDS)
+    if settings.shards > MAX_SHARDS:
+        raise BadFile(f"{folder / CARD} declares {settings.shards:,} shards; torino accepts up to {MAX_SHARDS:,}.")
     for number in range(settings.shards):
         path = settings.shard_path(folder, number)
         if not path.is_file():
@@ -260,11 +296,31 @@ def open_shards(
             continue
         try:
             shard = Shard.open(path, settings.digest)
-            if shard.rows.shape[1] != settings.width or len(shard.counts) != len(settings.photo_range(number)):
-                raise BadFile(f"{path} has the wrong width or number of photos.")
+            _check_shard(shard, settings, len(settings.photo_range(number)))
             verified.check(path, shard.verify, again=verify_again)
             shards[number] = shard
         except BadFile as error:
             faults[number] = str(error)
     verified.save()
     return shards, faults
+
+
+def _check_shard(shard: Shard, settings: CacheSettings, photos: int) -> None:
+    """Raise :class:`BadFile` unless the tensors of a shard have the right shapes and types, and fit each other."""
+    rows = len(shard.rows) if shard.rows.ndim else 0
+    expected = {
+        "rows": torch.empty(rows, settings.width, dtype=DTYPES[settings.dtype], device="meta"),
+        "counts": torch.empty(photos, dtype=torch.int32, device="meta"),
+        "grids": torch.empty(photos, 2, dtype=torch.int32, device="meta"),
+        "sums": torch.empty(settings.width + 2, dtype=torch.float64, device="meta"),
+    }
+    if settings.tokens.startswith("random"):
+        expected["patches"] = torch.empty(rows, dtype=torch.int32, device="meta")
+    try:
+        check_tensors(shard.tensors, expected)
+        if bool((shard.counts < 0).any()) or int(shard.counts.sum()) != rows:
+            raise ValueError(f"it has {rows} rows, but the numbers of rows per photo do not add up to that")
+        if not bool(shard.sums.isfinite().all()) or bool((shard.sums[-2:] < 0).any()):
+            raise ValueError("its sums are not valid")
+    except ValueError as error:
+        raise BadFile(f"{shard.path} is damaged: {error}.") from error

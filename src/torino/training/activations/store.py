@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from torino.core.checks import expand_path
 from torino.core.errors import BadFile, BadParameter
+from torino.core.schema import parse_json
 from torino.training.activations.base import Part, check_batch, part_range
 from torino.training.activations.selection import TokenSelection
 from torino.training.activations.shards import CARD, DTYPES, NAMES, CacheSettings, Shard, open_shards, read_card
@@ -110,10 +110,9 @@ class Store:
         for number, message in faults.items():
             if settings.shard_path(folder, number).is_file():
                 warnings.warn(f"{message} Its rows are left out.", stacklevel=2)
-        store = cls(folder, settings, shards, seed=seed, read_block=read_block)
-        if store.rows == 0:
+        if not any(len(shard.rows) for shard in shards.values()):
             raise BadFile(f"{folder} has no rows yet. Run torino activations -o {folder} to continue.")
-        return store
+        return cls(folder, settings, shards, seed=seed, read_block=read_block)
 
     def __repr__(self) -> str:
         """Return a summary of the contents."""
@@ -156,7 +155,7 @@ class Store:
         try:
             # not splitlines, which also splits at characters that a name may contain
             lines = (self.folder / NAMES).read_text(encoding="utf-8").split("\n")
-            return [str(json.loads(line)) for line in lines if line]
+            return [parse_json(line, str) for line in lines if line]
         except (OSError, ValueError) as error:
             raise BadFile(f"Cannot read {self.folder / NAMES} ({error}). Run torino activations again.") from error
 

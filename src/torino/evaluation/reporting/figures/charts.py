@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import read_json
+from torino.core.schema import Measure
 from torino.evaluation.protocol import KD_METHODS, NO_SAE
 from torino.evaluation.reporting.figures.points import Point
 from torino.evaluation.reporting.figures.style import (
@@ -42,6 +43,33 @@ PANELS = {
     "answer_ms": "Whole answer (ms)",
     "peak_mb": "Peak memory (MB)",
 }
+
+
+class BenchTime(TypedDict):
+    """Mean and spread of a measurement."""
+
+    mean: Measure
+    std: NotRequired[Measure]
+
+
+class BenchEntry(TypedDict):
+    """A row of a file of ``torino bench``, as far as it is drawn."""
+
+    spec: str
+    label: NotRequired[str]
+    method: NotRequired[str]
+    tokens: NotRequired[Measure | None]
+    module_ms: NotRequired[BenchTime | Measure | None]
+    floor_ms: NotRequired[BenchTime | Measure | None]
+    first_token_ms: NotRequired[BenchTime | Measure | None]
+    answer_ms: NotRequired[BenchTime | Measure | None]
+    peak_mb: NotRequired[BenchTime | Measure | None]
+
+
+class BenchFile(TypedDict):
+    """A file of ``torino bench``."""
+
+    rows: list[BenchEntry]
 
 
 def plot_distribution(summary: Summary, method: str | None = None) -> Any:
@@ -196,10 +224,9 @@ def read_bench(path: str | Path) -> list[dict[str, Any]]:
             f"{path} has the format {content.get('format')!r}; latencies are read from files of torino bench, "
             f"{BENCH_FORMAT!r}."
         )
-    rows = content.get("rows")
-    if not isinstance(rows, list) or not rows:
+    if not content.get("rows"):
         raise BadFile(f"{path} contains no measurement. Run torino bench again.")
-    return rows
+    return read_json(path, BenchFile, fix="Run torino bench again.")["rows"]
 
 
 def plot_latency(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -306,7 +333,7 @@ def _set_token_scale(axes: Any, counts: Sequence[float]) -> None:
     """Set a logarithmic axis with the counts themselves as ticks, as far as they do not overlap."""
     axes.set_xscale("log")
     ticks: list[float] = []
-    for count in sorted({round(count) for count in counts}):
+    for count in sorted({max(1, round(count)) for count in counts}):
         if not ticks or count / ticks[-1] > 1.15:
             ticks.append(count)
     axes.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])

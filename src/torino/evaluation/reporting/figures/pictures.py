@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from rich.cells import cell_len
@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import read_json
 from torino.core.reduction import Reduction
+from torino.core.safety import is_inside
 from torino.evaluation.reporting.figures.style import (
     GREEN,
     INK,
@@ -49,6 +50,31 @@ class FigureExample:
     panels: Sequence[Panel]
     answer: str = ""
     correct: bool | None = None
+
+
+class PanelEntry(TypedDict):
+    """A reduction in a file of examples."""
+
+    heading: str
+    reduction: str
+    answer: NotRequired[str]
+    right: NotRequired[bool | None]
+
+
+class ExampleEntry(TypedDict):
+    """An image in a file of examples."""
+
+    photo: str
+    question: str
+    answer: NotRequired[str]
+    right: NotRequired[bool | None]
+    shown: list[PanelEntry]
+
+
+class ExamplesFile(TypedDict):
+    """A file of examples."""
+
+    examples: list[ExampleEntry]
 
 
 def plot_qualitative(examples: Sequence[FigureExample]) -> Any:
@@ -125,8 +151,10 @@ def plot_teaser(example: FigureExample) -> Any:
     return figure
 
 
-def read_examples(path: str | Path) -> list[FigureExample]:
+def read_examples(path: str | Path, *, allow_outside: bool = False) -> list[FigureExample]:
     """Read examples from a JSON file with the paths of images and saved reductions, relative to the file.
+
+    Paths outside the folder of the file are refused unless ``allow_outside``.
 
     ``{"format": "torino-cells/1", "examples": [{"photo", "question", "answer", "right", "shown": [{"heading",
     "reduction", "answer", "right"}]}]}``.
@@ -134,32 +162,35 @@ def read_examples(path: str | Path) -> list[FigureExample]:
     from torino.datasets.images import open_image
 
     path = Path(path)
-    content = read_json(path)
-    if content.get("format") != FORMAT:
-        raise BadFile(f"{path} has the format {content.get('format')!r}; examples are read from {FORMAT!r}.")
-    try:
-        return [
-            FigureExample(
-                open_image(path.parent / entry["photo"]),
-                str(entry["question"]),
-                [
-                    Panel(
-                        str(item["heading"]),
-                        Reduction.load(path.parent / item["reduction"]),
-                        str(item.get("answer", "")),
-                        item.get("right"),
-                    )
-                    for item in entry["shown"]
-                ],
-                str(entry.get("answer", "")),
-                entry.get("right"),
+    fix = "See torino.evaluation.reporting.figures.read_examples for the expected fields."
+    content = read_json(path, ExamplesFile, version=FORMAT, fix=fix)
+
+    def locate(name: str) -> Path:
+        if not allow_outside and not is_inside(path.parent / name, path.parent):
+            raise BadFile(
+                f"{path} names the file {name}, which is outside its folder. Copy the file there, or allow other "
+                "folders with --allow-outside (allow_outside=True)."
             )
-            for entry in content["examples"]
-        ]
-    except (KeyError, TypeError) as error:
-        raise BadFile(
-            f"{path} lacks {error}. See torino.evaluation.reporting.figures.read_examples for the expected fields."
-        ) from error
+        return path.parent / name
+
+    return [
+        FigureExample(
+            open_image(locate(entry["photo"])),
+            entry["question"],
+            [
+                Panel(
+                    item["heading"],
+                    Reduction.load(locate(item["reduction"])),
+                    item.get("answer", ""),
+                    item.get("right"),
+                )
+                for item in entry["shown"]
+            ],
+            entry.get("answer", ""),
+            entry.get("right"),
+        )
+        for entry in content["examples"]
+    ]
 
 
 def _draw_image(axes: Any, example: FigureExample, width: int) -> None:
