@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from PIL import Image
 from torch import Tensor
 
 from torino.core.checks import check_tensor, check_type, describe_value, to_integer, to_list
@@ -20,7 +18,7 @@ CHARACTERS_PER_TOKEN = 64  # more than in any text; a longer prompt is refused w
 
 def to_pictures(images: Picture | Sequence[Picture]) -> list[Picture]:
     """Return one image or several as a list; their types are checked when they are opened."""
-    if isinstance(images, str | bytes | os.PathLike | Image.Image) or not isinstance(images, list | tuple):
+    if not isinstance(images, list | tuple):
         return [cast(Picture, images)]
     if not images:
         raise BadParameter("No image was given. Give at least one.")
