@@ -20,7 +20,16 @@ from pathlib import Path
 
 import torch
 from torino_lab.corpus import Corpus, read_photos
-from torino_lab.naming import FeaturePhotos, collect_collages, fit_words, max_activations, name_latents, pick_photos
+from torino_lab.naming import (
+    MIN_CONFIDENCE,
+    FeaturePhotos,
+    collect_collages,
+    fit_words,
+    max_activations,
+    name_latents,
+    names_nothing,
+    pick_photos,
+)
 from torino_lab.prototypes import JointSpace, Prototypes
 from torino_lab.training.__main__ import CAPTIONED, LAYER, SIZE, TOWER
 from torino_lab.training.features import Features, clip_encoder
@@ -42,7 +51,7 @@ def main() -> None:
     add("--photos", type=int, default=6000, help="photos to collect word evidence from (default: %(default)s)")
     add("--word-photos", type=int, default=12000, help="photos to learn words from (default: %(default)s)")
     add("--collages", type=int, default=800, help="collages (default: %(default)s)")
-    add("--min-confidence", type=float, default=0.25, help="of a name (default: %(default)s)")
+    add("--min-confidence", type=float, default=MIN_CONFIDENCE, help="of a name (default: %(default)s)")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -60,7 +69,7 @@ def main() -> None:
     space = JointSpace(folder)
     path = args.work / f"words-{args.seed}-{len(args.sources)}-{args.word_photos}.safetensors"
     if path.exists():
-        prototypes = Prototypes.load(path, space)
+        prototypes = Prototypes.load(path, space).without(names_nothing)
     else:
         prototypes = fit_words(space, FeaturePhotos(sources, pick_photos(sources, args.word_photos, args.seed)))
         prototypes.save(path)

@@ -33,6 +33,9 @@ def test_words_come_before_pixels_and_collages_choose_among_candidates() -> None
     assert name is not None
     assert (name.name, name.kind) == ("blue", "color")
     assert choose_name(None, CANDIDATES, None, "dog", 9) is None
+    name = choose_name(WORD, CANDIDATES, BLUE, "dog", 9, artifact=0.9)
+    assert name is not None
+    assert (name.name, name.kind, name.confidence) == ("high-norm token", "artifact", 0.9)
 
 
 def test_cells_of_a_collage_cover_the_grid_once() -> None:
@@ -54,6 +57,7 @@ def test_a_label_needs_most_of_the_activation_and_more_than_its_share() -> None:
 def test_activities_name_nothing() -> None:
     assert names_nothing("running")
     assert names_nothing("day")
+    assert names_nothing("man's")
     assert not names_nothing("building")
     assert not names_nothing("dog")
 

@@ -57,6 +57,10 @@ def test_words_are_found_where_they_are(folder: Path, tmp_path: Path) -> None:
     scores = prototypes.score(VisualTokens(kinds.repeat(2, 1)[:4], (2, 2)))
     assert prototypes.words[int(scores[0].argmax())] == "dog"
     assert prototypes.words[int(scores[1].argmax())] == "cat"
+    only = prototypes.without(lambda word: word == "dog")
+    assert only.words == ("cat",)
+    of_cat = only.score(VisualTokens(kinds[:1], (1, 1)))[0, 0]
+    assert torch.allclose(of_cat, scores[0, prototypes.words.index("cat")], atol=1e-5)
     prototypes.save(tmp_path / "words.safetensors")
     loaded = Prototypes.load(tmp_path / "words.safetensors", space)
     assert loaded.words == prototypes.words

@@ -17,14 +17,7 @@ from torch import Tensor
 from torino.core.tokens import VisualTokens
 from torino.interpret.low_level import LowLevelEvidence, LowLevelName, patch_properties
 from torino.interpret.naming import extract_words
-from torino.interpret.patch_naming import (
-    MIN_CONFIDENCE,
-    MIN_PHOTOS,
-    Candidate,
-    PatchName,
-    WordEvidence,
-    collect_word_evidence,
-)
+from torino.interpret.patch_naming import MIN_PHOTOS, Candidate, PatchName, WordEvidence, collect_word_evidence
 from torino.interpret.running_stats import encode_active
 from torino.interpret.top_activations import EncodedPhoto
 from torino.sae.model import SAE
@@ -34,23 +27,27 @@ from torino_lab.training.features import Encode, Features
 
 GRID = (14, 14)
 SIZE = 224
+OUTLIER = 3.0  # norm of a token relative to the median; CLIP has such tokens in backgrounds, whatever they show
+ARTIFACT_SHARE = 0.7  # of a latent's activation on such tokens
+MIN_CONFIDENCE = 0.5  # share of a latent's activation on patches that support its name
 STRONG = 0.5  # activations below this share of the latent's largest one are ignored
 COLLAGE_GRIDS = ((1, 2), (2, 1), (2, 2))
 COLLAGE_SHARE, COLLAGE_LIFT = 0.5, 3.0  # of a latent's activation in cells of one label, and relative to all cells
 # Words of captions and questions that name nothing one could point at.
 _NOT_VISIBLE = """
-    activity air attempt background business couple day design different distance edge event forward friend front fun
-    game group height high home item jump kind left lot mid midair move name number old open outdoor pair part perform
-    picture piece place play player prepare reach ready ride rider right row run scene shape shot something space sport
-    spot stop style team thing top trick trip try use view walk watch way wear wild work world year young
+    activity air american asian attempt background business colored colorful couple day design different display
+    distance dressed edge event fight forward friend front fun game group height high home hot item jump kind left lot
+    mid midair move name number old open outdoor pair parade part perform picture piece place play player prepare reach
+    ready ride rider right row run scene shape shot something space sport spot stop style team thing top trick trip try
+    use view walk watch way wear wild work world year young
 """
 NOT_VISIBLE = frozenset(_NOT_VISIBLE.split())
 _THINGS_IN_ING = {"building", "ceiling", "clothing", "painting", "railing", "ring", "string", "swing", "wing"}
 
 
 def names_nothing(word: str) -> bool:
-    """Return whether a word cannot name a concept: not visible, or an activity."""
-    return word in NOT_VISIBLE or (word.endswith("ing") and word not in _THINGS_IN_ING)
+    """Return whether a word cannot name a concept: not visible, possessive, or an activity."""
+    return word in NOT_VISIBLE or "'" in word or (word.endswith("ing") and word not in _THINGS_IN_ING)
 
 
 class FeaturePhotos:
@@ -223,7 +220,7 @@ class LabName:
     Attributes
     ----------
     name, kind : str
-        ``thing``, or the kind of a low-level concept: ``color``, ``edge``, ``texture`` or ``position``.
+        ``thing``, or the kind of a low-level concept: ``color``, ``edge``, ``texture``, ``position`` or ``artifact``.
     confidence : float
         Share of the latent's activation on patches that support the name.
     candidates : tuple of Candidate
@@ -242,8 +239,9 @@ class LabName:
     photos: int
 
     def entry(self) -> dict[str, Any]:
-        """Return the entry of ``names.json``."""
-        return {**asdict(self), "candidates": [asdict(candidate) for candidate in self.candidates]}
+        """Return the entry of ``names.json``, with the words and confidences of three candidates."""
+        candidates = [[candidate.word, candidate.confidence] for candidate in self.candidates[:3]]
+        return {**asdict(self), "candidates": candidates}
 
 
 def choose_name(
@@ -252,12 +250,16 @@ def choose_name(
     low: LowLevelName | None,
     collage: str | None,
     photos: int,
+    artifact: float = 0.0,
 ) -> LabName | None:
     """Choose the name of a latent from its evidence; None if nothing is clear.
 
     A word that patches agree on is the name; if collages point to another of its candidates, that one is. A property of
-    the pixels is the name if no word is clear.
+    the pixels is the name if no word is clear. A latent that fires on tokens of an unusual norm (``artifact`` is their
+    share) is named after that, because such tokens do not show what is at their place.
     """
+    if artifact >= ARTIFACT_SHARE:
+        return LabName("high-norm token", "artifact", round(artifact, 3), candidates, collage, photos)
     if words is not None:
         chosen = next((item for item in candidates if item.word == collage), candidates[0])
         ordered = (chosen, *(item for item in candidates if item is not chosen))
@@ -280,10 +282,17 @@ def name_latents(
     """Name all latents that have a clear name; also return the word evidence."""
     evidence = collect_word_evidence(sae, photos, prototypes, max_activation=largest, progress=progress)
     low = LowLevelEvidence(sae.latents)
-    for index in range(0, len(photos), 4):  # pixels of every fourth photo are enough
-        patches, latents, values = encode_active(sae, photos.hidden(index, index + 1)[0, 1:])
+    on_outliers, total = torch.zeros(sae.latents), torch.zeros(sae.latents)
+    for index in range(0, len(photos), 4):  # every fourth photo is enough
+        hidden = photos.hidden(index, index + 1)[0, 1:]
+        patches, latents, values = encode_active(sae, hidden)
+        norms = hidden.norm(dim=-1)
+        outlier = (norms > OUTLIER * norms.median())[patches]
+        on_outliers.index_add_(0, latents, values * outlier)
+        total.index_add_(0, latents, values)
         strong = values >= STRONG * largest[latents]
         low.add(patch_properties(photos.images(index), GRID), latents[strong], patches[strong], values[strong])
+    artifact = (on_outliers / total.clamp(min=1e-12)).tolist()
     names: dict[int, LabName] = {}
     for latent in range(sae.latents):
         count = int(evidence.photos[latent])
@@ -294,7 +303,7 @@ def name_latents(
         word = (
             PatchName(first.word, first.confidence, candidates, count) if first.confidence >= min_confidence else None
         )
-        name = choose_name(word, candidates, low.name(latent), collages.label(latent), count)
+        name = choose_name(word, candidates, low.name(latent), collages.label(latent), count, artifact[latent])
         if name is not None:
             names[latent] = name
     return names, evidence

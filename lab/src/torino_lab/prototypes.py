@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,12 @@ class Prototypes:
     def score(self, tokens: VisualTokens) -> Tensor:
         """Return the standardised score of each word at each patch."""
         return (self.space.patches(tokens.patches.float()) - self.centre) @ self.directions.T / self.scale
+
+    def without(self, unwanted: Callable[[str], bool]) -> Prototypes:
+        """Return the prototypes without some words."""
+        kept = [number for number, word in enumerate(self.words) if not unwanted(word)]
+        words = tuple(self.words[number] for number in kept)
+        return replace(self, words=words, directions=self.directions[kept], scale=self.scale[kept])
 
     def save(self, path: Path) -> None:
         """Write everything but the tower to a safetensors file."""
