@@ -6,6 +6,7 @@ Examples
 
     python lab/scripts/make_tasks.py --data DATA
     python lab/scripts/make_tasks.py --data DATA --only Lab-POPE Lab-VQAv2 --output build/lab/tasks
+    python lab/scripts/make_tasks.py --data DATA --blank --output build/lab/blank   # the same questions without photos
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+from PIL import Image
 from torino_lab.tasks import SEED, TASKS, TaskBuilder
 from torino_lab.tsv import fingerprint, write_tsv
 
 from torino.core.io import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
+GRAY = Image.new("RGB", (224, 224), (122, 117, 104))  # the mean color that CLIP's processor subtracts
 
 
 def main() -> None:
@@ -29,6 +33,7 @@ def main() -> None:
     add("--data", type=Path, required=True, help="folder with the parquet files of dev photos")
     add("--output", type=Path, default=ROOT / "build/lab/tasks", help="folder to write to")
     add("--only", nargs="+", choices=list(TASKS), default=list(TASKS), help="by default all")
+    add("--blank", action="store_true", help="replace every image by plain gray: what can be guessed without looking")
     add("--scale", type=float, default=1.0, help="number of generated questions, relative to the default")
     add("--seed", type=int, default=SEED, help="of the generated questions (default: %(default)s)")
     args = parser.parse_args()
@@ -37,6 +42,8 @@ def main() -> None:
     summary: dict[str, object] = {}
     for name in args.only:
         items = builder.make(name)
+        if args.blank:
+            items = [replace(item, image=GRAY) for item in items]
         write_tsv(args.output / f"{name}.tsv", items)
         summary[name] = {
             "kind": TASKS[name].kind,

@@ -1,0 +1,99 @@
+"""Compare the lab's model with guessing: every task with the photo, without it, and with one answer to all questions.
+
+Reads two runs of ``torino eval --methods none``, one on the tasks of ``make_tasks.py`` and one on those of
+``make_tasks.py --blank``, and writes a result file. A task counts as learned if the interval of the difference between
+the two scores, bootstrapped over images, is above zero, and the score is above that of one answer to all questions.
+
+Examples
+--------
+::
+
+    python lab/scripts/baseline_table.py runs/lab runs/blank --data build/lab/tasks -o research/results/lab-tasks.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torino_lab.catalog import TASKS
+from torino_lab.tsv import majority_score
+
+from torino.core.io import write_json
+from torino.evaluation import open_task
+from torino.evaluation.results import open_run
+
+SETTING = "full"
+RESAMPLES = 2000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("run", type=Path, help="run with the photos")
+    add("blank", type=Path, help="run without them")
+    add("--data", type=Path, required=True, help="folder with the TSV files of make_tasks.py")
+    add("-o", "--output", type=Path, required=True, help="result file")
+    add("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
+    args = parser.parse_args()
+    with_photo, without = open_run(args.run).scores(), open_run(args.blank).scores()
+    rows: list[dict[str, Any]] = []
+    for name in TASKS:
+        if name not in with_photo or name not in without:
+            print(f"{name}: not in both runs, left out", file=sys.stderr)
+            continue
+        seen, blank = with_photo[name][SETTING], without[name][SETTING]
+        low, high = difference(seen.by_image(), blank, seen.images, args.seed)
+        constant, answer = majority_score(open_task(args.data / f"{name}.tsv"))
+        learned = low > 0 and seen.value > constant
+        rows.append(
+            {
+                "task": name,
+                "metric": seen.metric,
+                "questions": seen.counts["samples"],
+                "photo": round(seen.value, 2),
+                "no photo": round(blank.value, 2),
+                "difference": [round(low, 2), round(high, 2)],
+                "one answer": round(constant, 2),
+                "answer": answer,
+                "learned": bool(learned),
+                "parts": {part: round(value, 2) for part, value in seen.parts.items()},
+                "parts without photo": {part: round(value, 2) for part, value in blank.parts.items()},
+            }
+        )
+        print(f"{name}: {seen.value:.1f} with, {blank.value:.1f} without, {constant:.1f} always {answer!r}", flush=True)
+    write_json(
+        args.output,
+        {
+            "format": "torino-results/1",
+            "name": args.output.stem,
+            "title": "The lab's model against guessing, on dev photos",
+            "report": None,
+            "command": "python " + " ".join(["lab/scripts/baseline_table.py", *sys.argv[1:]]),
+            "seed": args.seed,
+            "date": date.today().isoformat(),
+            "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+            "notes": ["difference: 95 % bootstrap interval over images of the score with the photo minus without it."],
+            "rows": rows,
+        },
+    )
+
+
+def difference(seen: Any, blank: Any, images: tuple[str, ...], seed: int) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the difference of two scores of the same questions, over images."""
+    other = blank.stats.merge(images)
+    rng = np.random.default_rng(seed)
+    counts = rng.multinomial(len(seen.units), np.full(len(seen.units), 1 / len(seen.units)), size=RESAMPLES)
+    draws = seen.formula(counts @ seen.sums) - other.formula(counts @ other.sums)
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(low), float(high)
+
+
+if __name__ == "__main__":
+    main()
