@@ -39,7 +39,15 @@ ENCODER, BLOCK = "openai/clip-vit-base-patch16", 10
 VIEWS = "views-train"
 SOURCES = [*TRAIN, "imagenet-samples", VIEWS]
 HELDOUT = "flickr8k-dev"
-DATA = "Flickr8k, COCO, NYU indoor, ICDAR 2015 and ImageNet photos, crops of them, and generated images"
+PHOTOS = {
+    "flickr8k": "Flickr8k",
+    "coco": "COCO",
+    "daquar": "NYU indoor",
+    "scenetext": "ICDAR 2015",
+    "imagenet": "ImageNet",
+    "generated": "generated images",
+    "views": "crops and flips of these",
+}
 
 
 def main() -> None:
@@ -72,7 +80,9 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for kind in args.kinds:
         sources = [features[name] for name in args.sources]
-        rows = FeatureRows(sources, kind, args.seed, {"encoder": ENCODER, "block": BLOCK, "data": DATA})
+        rows = FeatureRows(
+            sources, kind, args.seed, {"encoder": ENCODER, "block": BLOCK, "data": describe(args.sources)}
+        )
         logging.info("%s: %s rows", DESCRIPTIONS[kind], f"{rows.rows:,}")
         for expansion in args.expansions:
             steps = args.steps if kind == "all" else args.steps // 2
@@ -88,6 +98,11 @@ def main() -> None:
             results.append({"kind": DESCRIPTIONS[kind], "steps": steps, "rows": rows.rows, **row})
             write_json(args.work / "saes" / "saes.json", {"saes": results, "seed": args.seed})
             logging.info("%s x%g: FVU %.3f, L0 %.1f, groups %s", kind, expansion, row["fvu"], row["l0"], row["groups"])
+
+
+def describe(sources: list[str]) -> str:
+    """Name the photos of some sources for the card of an SAE."""
+    return ", ".join(text for start, text in PHOTOS.items() if any(name.startswith(start) for name in sources))
 
 
 def _photos(values: Tensor) -> Iterator[Tensor]:
