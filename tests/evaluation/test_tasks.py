@@ -524,3 +524,22 @@ def test_read_tsv(tmp_path: Path) -> None:
     table = read_tsv(write(tmp_path / "X.tsv", [question(1)]))
     assert table.columns == ("index", "image", "question", "answer")
     assert len(table.samples) == 1
+
+
+@pytest.mark.parametrize("kind", ["absolute", "parent", "link"])
+@pytest.mark.parametrize("suffix", ["tsv", "jsonl"])
+def test_images_outside_the_folder_of_a_task_need_a_flag(tmp_path: Path, suffix: str, kind: str) -> None:
+    data, secret = tmp_path / "data", tmp_path / "secret.png"
+    data.mkdir()
+    secret.write_bytes(base64.b64decode(coded(7)))
+    name = {"absolute": str(secret), "parent": "../secret.png", "link": "link.png"}[kind]
+    if kind == "link":
+        (data / "link.png").symlink_to(secret)
+    path = data / f"X.{suffix}"
+    if suffix == "tsv":
+        path.write_text(f"index\timage_path\tquestion\tanswer\n0\t{name}\twhat ?\ta\n")
+    else:
+        path.write_text(json.dumps({"index": 0, "image": name, "question": "what ?", "answer": "a"}) + "\n")
+    with pytest.raises(BadFile, match=r"which is outside its folder .* allow other folders with --allow-outside"):
+        open_task(path)
+    assert open_task(path, allow_outside=True)[0].image.read() == secret.read_bytes()
