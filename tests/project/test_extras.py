@@ -255,7 +255,7 @@ def test_wheel_test_runs_the_commands_of_the_readme() -> None:
     readme, makefile = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "Makefile"))
     commands = [" ".join(words) for words in script.readme_commands(readme, makefile)]
     assert "torino look --show" in commands  # of make demo
-    assert "torino look astronaut" in commands  # in the text
+    assert "torino look coffee" in commands  # in the text
     assert "torino --help" in commands
     assert any(command.startswith("torino compare astronaut") for command in commands)
     assert not any("llava-hf" in command for command in commands)
