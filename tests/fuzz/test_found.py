@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,10 +17,14 @@ from tests.support.checkpoint_cases import C, D, parameter_weights, write_files
 from tests.support.fuzzing import only_torino_errors
 from tests.support.tiny_run import make_image
 from torino import SAE
-from torino.core.errors import BadFile
+from torino.cli._common import parse_budgets, parse_pair, parse_shard
+from torino.core.errors import BadFile, BadParameter, MissingSignal
 from torino.core.io import read_json
+from torino.core.tokens import load_tokens
 from torino.evaluation.judge import _parse_reply, _ReplyError
 from torino.evaluation.tasks import open_task
+from torino.sae.formats._common import parse_block
+from torino.vlm.hooks import signal_block
 
 DEEP = "[" * 100_000
 
@@ -109,3 +114,17 @@ def test_a_checkpoint_of_other_shapes_is_not_resumed(tmp_path: Path) -> None:
     save_file({**tensors, name: torch.zeros(1)}, path, {"format": "torino-training/1", "facts": "{}"})
     with pytest.warns(UserWarning, match="cannot be used .* training starts again"):
         resume_training(tmp_path)
+
+
+def test_numbers_of_thousands_of_digits(tmp_path: Path) -> None:
+    """Python refuses to convert them, with a ValueError."""
+    digits = "9" * 5000
+    np.savez(tmp_path / "tokens.npz", patches=np.zeros((4, 3), np.float32), block=np.array(digits))
+    assert load_tokens(tmp_path / "tokens.npz")[0].origin.block is None
+    assert parse_block(f"blocks.{digits}.hook_resid_post", None) is None
+    for parse in (parse_pair, parse_shard, lambda text: parse_budgets("--budget", text)):
+        for text in (digits, f"{digits},1", f"1/{digits}"):
+            with pytest.raises(BadParameter, match="takes"):
+                parse(text)
+    with pytest.raises(MissingSignal, match="does not name a block"):
+        signal_block(f"keys@{digits}", 0, 12)

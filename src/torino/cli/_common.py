@@ -376,7 +376,7 @@ def parse_pair(text: str) -> tuple[int, int]:
     >>> parse_pair("3,2")
     (3, 2)
     """
-    match = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,9})\s*,\s*(\d{1,9})\s*", text)
     if match is None or not 1 <= int(match[2]) <= int(match[1]):
         raise BadParameter(f"--kd takes k,delta with delta from 1 to k, such as 2,2, got {text!r}.")
     return int(match[1]), int(match[2])
@@ -402,7 +402,7 @@ def parse_budgets(option: str, text: str) -> list[int]:
     ([192, 64], [])
     """
     words = [] if text.strip() == "none" else re.split(r"[,\s]+", text.strip())
-    if any(not word.isdecimal() or int(word) < 1 for word in words):
+    if any(not re.fullmatch(r"\d{1,9}", word) or int(word) < 1 for word in words):
         raise BadParameter(f"{option} takes token counts separated by commas, such as 192,64, or none, got {text!r}.")
     return list(dict.fromkeys(int(word) for word in words))
 
@@ -415,7 +415,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     >>> parse_shard("2/4")
     (1, 4)
     """
-    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise BadParameter(f"--shard takes i/n with i from 1 to n, such as 1/4, got {text!r}.")
     return int(match[1]) - 1, int(match[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from functools import lru_cache
 from math import isnan
@@ -194,7 +195,7 @@ def _parse_latents(text: str | None, latents: int) -> list[int] | None:
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() for word in words):
+    if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
         raise BadParameter(f"--latents takes whole numbers separated by commas, such as 3,17, got {text!r}.")
     numbers = [int(word) for word in words]
     if max(numbers) >= latents:

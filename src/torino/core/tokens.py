@@ -221,7 +221,7 @@ def load_tokens(path: str | Path) -> list[VisualTokens]:
     block = texts.get(
         "block", str(arrays["block"].item()) if "block" in arrays and arrays["block"].numel() == 1 else ""
     )
-    origin = Origin(texts.get("encoder", ""), int(block) if re.fullmatch(r"-?[0-9]+", block) else None)
+    origin = Origin(texts.get("encoder", ""), int(block) if re.fullmatch(r"-?[0-9]{1,9}", block) else None)
     if patches.ndim == 3:
         parts = list(patches)
     elif grids is not None and len(grids) > 1:

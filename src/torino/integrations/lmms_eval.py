@@ -6,6 +6,7 @@ inside the brackets of a reducer: ``reducer=torino-m(k=2;delta=2)``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, ClassVar
@@ -67,7 +68,7 @@ class TorinoChat(Base):
             )
         if not pretrained:
             raise BadParameter("No model was given. Use --model_args pretrained=llava-hf/llava-1.5-7b-hf,reducer=…")
-        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+        if not re.fullmatch(r"\d{1,9}", str(batch_size)) or int(batch_size) < 1:
             raise BadParameter(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
         self.batch_size = int(batch_size)
         self.chat = ChatModel(str(pretrained), **options)

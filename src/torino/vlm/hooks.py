@@ -188,7 +188,7 @@ def signal_block(name: str, default: int, blocks: int) -> int:
     """Return the block that a signal refers to: ``keys`` the default, ``keys@8`` block 8, ``keys@+1`` the next one."""
     kind, at, number = name.partition("@")
     digits = number.lstrip("+-")
-    if at and not (digits.isdecimal() and len(number) - len(digits) <= 1):
+    if at and not (digits.isdecimal() and len(digits) < 10 and len(number) - len(digits) <= 1):
         raise MissingSignal(
             f"{name!r} does not name a block. Write {kind}@8 for block 8, or {kind}@-1 for the one before the default."
         )

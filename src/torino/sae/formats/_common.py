@@ -389,7 +389,7 @@ def parse_block(site: str, layer: int | None) -> int | None:
     >>> parse_block("blocks.22.hook_mlp_out", 22) is None
     True
     """
-    match = re.search(r"(?:blocks?|layers?|h)[._](\d+)", site)
+    match = re.search(r"(?:blocks?|layers?|h)[._](\d{1,9})(?!\d)", site)
     layer = int(match[1]) if match else layer
     if layer is None or "resid_mid" in site:
         return None
