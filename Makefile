@@ -27,7 +27,7 @@ demo: $(STAMP) ## Draw the concepts of a bundled photo and ask a small model abo
 test: $(STAMP) ## Run all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-fuzz: $(STAMP) ## Read many damaged files, others at each run (about 15 minutes)
+fuzz: $(STAMP) ## Read many damaged files, others at each run (about 5 minutes)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --hypothesis-profile=fuzz tests/fuzz
 
 format: $(STAMP) ## Format the code and fix what ruff can
