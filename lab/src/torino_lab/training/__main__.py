@@ -49,6 +49,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only-features", action="store_true", help="compute the tower's features and stop")
     args = parser.parse_args()
+    if args.first_step and not args.start:
+        parser.error("--first-step continues from exported weights: give --start, or omit it.")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.threads)
     cache = args.cache or args.work / "weights"
