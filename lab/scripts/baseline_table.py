@@ -26,7 +26,6 @@ from torino_lab.catalog import TASKS
 from torino_lab.tsv import majority_score
 
 from torino.core.io import write_json
-from torino.evaluation import open_task
 from torino.evaluation.results import open_run
 
 SETTING = "full"
@@ -42,15 +41,19 @@ def main() -> None:
     add("-o", "--output", type=Path, required=True, help="result file")
     add("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
     args = parser.parse_args()
-    with_photo, without = open_run(args.run).scores(), open_run(args.blank).scores()
+    run, blank = open_run(args.run), open_run(args.blank)
+    if run.metadata.get("limit") != blank.metadata.get("limit"):
+        raise SystemExit("The two runs have another number of questions. Evaluate both with the same --limit.")
+    with_photo, without = run.scores(args.data), blank.scores()
+    tasks = run.open_tasks(args.data)
     rows: list[dict[str, Any]] = []
     for name in TASKS:
         if name not in with_photo or name not in without:
             print(f"{name}: not in both runs, left out", file=sys.stderr)
             continue
-        seen, blank = with_photo[name][SETTING], without[name][SETTING]
-        low, high = difference(seen.by_image(), blank, seen.images, args.seed)
-        constant, answer = majority_score(open_task(args.data / f"{name}.tsv"))
+        seen, guessed = with_photo[name][SETTING], without[name][SETTING]
+        low, high = difference(seen.by_image(), guessed, seen.images, args.seed)
+        constant, answer = majority_score(tasks[name])
         learned = low > 0 and seen.value > constant
         rows.append(
             {
@@ -58,16 +61,18 @@ def main() -> None:
                 "metric": seen.metric,
                 "questions": seen.counts["samples"],
                 "photo": round(seen.value, 2),
-                "no photo": round(blank.value, 2),
+                "no photo": round(guessed.value, 2),
                 "difference": [round(low, 2), round(high, 2)],
                 "one answer": round(constant, 2),
                 "answer": answer,
                 "learned": bool(learned),
                 "parts": {part: round(value, 2) for part, value in seen.parts.items()},
-                "parts without photo": {part: round(value, 2) for part, value in blank.parts.items()},
+                "parts without photo": {part: round(value, 2) for part, value in guessed.parts.items()},
             }
         )
-        print(f"{name}: {seen.value:.1f} with, {blank.value:.1f} without, {constant:.1f} always {answer!r}", flush=True)
+        print(
+            f"{name}: {seen.value:.1f} with, {guessed.value:.1f} without, {constant:.1f} always {answer!r}", flush=True
+        )
     write_json(
         args.output,
         {

@@ -7,6 +7,7 @@ Examples
     python lab/scripts/make_tasks.py --data DATA
     python lab/scripts/make_tasks.py --data DATA --only Lab-POPE Lab-VQAv2 --output build/lab/tasks
     python lab/scripts/make_tasks.py --data DATA --blank --output build/lab/blank   # the same questions without photos
+    python lab/scripts/make_tasks.py --data DATA --half report --photos 120 --output build/lab/report
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from PIL import Image
-from torino_lab.tasks import SEED, TASKS, TaskBuilder
+from torino_lab.tasks import SEED, TASKS, Half, TaskBuilder
 from torino_lab.tsv import fingerprint, write_tsv
 
 from torino.core.io import write_json
@@ -35,9 +37,11 @@ def main() -> None:
     add("--only", nargs="+", choices=list(TASKS), default=list(TASKS), help="by default all")
     add("--blank", action="store_true", help="replace every image by plain gray: what can be guessed without looking")
     add("--scale", type=float, default=1.0, help="number of generated questions, relative to the default")
+    add("--half", choices=get_args(Half), help="photos for choosing settings, or those for reporting (default: all)")
+    add("--photos", type=int, help="photos of each real benchmark, drawn at random (default: all)")
     add("--seed", type=int, default=SEED, help="of the generated questions (default: %(default)s)")
     args = parser.parse_args()
-    builder = TaskBuilder(args.data, seed=args.seed, scale=args.scale)
+    builder = TaskBuilder(args.data, seed=args.seed, scale=args.scale, half=args.half, photos=args.photos)
     args.output.mkdir(parents=True, exist_ok=True)
     summary: dict[str, object] = {}
     for name in args.only:

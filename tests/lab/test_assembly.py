@@ -58,7 +58,7 @@ def write_tower(folder: Path) -> Path:
     return folder
 
 
-def language() -> tuple[Any, Any]:
+def language(rope_theta: float | None = None) -> tuple[Any, Any]:
     torch.manual_seed(2)
     tokenizer = Tokenizer(models.BPE(vocab={word: n for n, word in enumerate(WORDS)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -80,13 +80,14 @@ def language() -> tuple[Any, Any]:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=2,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta or trainer.ROPE_THETA},
     )
     return LlamaForCausalLM(config), wrapped
 
 
-def write_checkpoint(folder: Path) -> tuple[Path, Reader]:
+def write_checkpoint(folder: Path, rope_theta: float | None = None) -> tuple[Path, Reader]:
     torch.manual_seed(3)
-    reader = Reader(language()[0], torch.float32, rank=4)
+    reader = Reader(language(rope_theta)[0], torch.float32, rank=4)
     for name, parameter in reader.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -99,9 +100,11 @@ def write_checkpoint(folder: Path) -> tuple[Path, Reader]:
     return folder / "checkpoint.safetensors", reader.eval()
 
 
-def test_plain_transformers_answers_as_the_trainer_computed(tmp_path: Path) -> None:
-    checkpoint, reader = write_checkpoint(tmp_path / "work")
+@pytest.mark.parametrize("rope_theta", [None, 10.0])
+def test_plain_transformers_answers_as_the_trainer_computed(tmp_path: Path, rope_theta: float | None) -> None:
+    checkpoint, reader = write_checkpoint(tmp_path / "work", rope_theta)
     export(checkpoint, tmp_path / "shipped")
+    assert (tmp_path / "shipped" / assembly.LANGUAGE).exists() == (rope_theta is not None)
     assert all(value.dtype == torch.float16 for value in load_file(tmp_path / "shipped" / assembly.ADAPTER).values())
     folder = assembly.lab_folder(tmp_path / "shipped")
     assert assembly.lab_folder(tmp_path / "shipped") == folder  # cached
@@ -121,6 +124,14 @@ def test_plain_transformers_answers_as_the_trainer_computed(tmp_path: Path) -> N
         trained = reader(tower.hidden_states[-2][:, 1:], head, batch)[0]
     assert torch.allclose(stock[: len(WORDS)], trained, atol=2e-2)  # the folder is in half precision
     assert stock[: len(WORDS)].argmax() == trained.argmax()
+
+
+def test_a_checkpoint_with_other_rotary_embeddings_is_refused(tmp_path: Path) -> None:
+    checkpoint, reader = write_checkpoint(tmp_path / "work", 10.0)
+    reader.load_trained(load_file(checkpoint))
+    other = Reader(language()[0], torch.float32, rank=4)
+    with pytest.raises(ValueError, match="has rope_theta 10, the model 100000"):
+        other.load_trained(load_file(checkpoint))
 
 
 def test_other_trained_parts_are_another_model(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torino_lab import naming
-from torino_lab.naming import CollageEvidence, choose_name, names_nothing
+from torino_lab.naming import CollageEvidence, Mentions, choose_name, names_nothing
 
 from torino.interpret.low_level import LowLevelName
 from torino.interpret.patch_naming import Candidate, PatchName
@@ -80,3 +80,17 @@ def test_photos_are_picked_from_all_sources_without_repetition(count: int) -> No
     picks = naming.pick_photos([Source(), Source()], count, seed=0)  # type: ignore[list-item]
     assert len(picks) == len(set(picks)) == min(count, 80)
     assert picks == naming.pick_photos([Source(), Source()], count, seed=0)  # type: ignore[list-item]
+
+
+def test_mentions_tell_frequent_latents_from_specific_ones() -> None:
+    mentions = Mentions(3, ["dog", "tower"])
+    for photo in range(20):
+        words = {"dog"} if photo < 5 else {"tower"}
+        mentions.add(torch.tensor([0, 1, 1]) if photo < 5 else torch.tensor([1]), words)
+    mentions.add(torch.tensor([0]), set())  # no texts: ignored
+    assert not mentions.contradict(0, "dog")
+    assert mentions.contradict(0, "tower")
+    assert mentions.contradict(1, "dog")
+    assert mentions.contradict(1, "tower")
+    mentions.add(torch.tensor([2]), {"dog"})
+    assert not mentions.contradict(2, "tower")  # one photo says nothing

@@ -34,12 +34,12 @@ def test_image_embedding_is_that_of_clip(folder: Path) -> None:
     with torch.inference_mode():
         out = model(torch.randn(3, 3, 16, 16), output_hidden_states=True)
         expected = torch.nn.functional.normalize(out.image_embeds, dim=-1)
-        embedding = JointSpace(folder).image(out.hidden_states[-2])
+        embedding = JointSpace(folder, torch.float32).image(out.hidden_states[-2])
     assert torch.allclose(embedding, expected, atol=1e-5)
 
 
 def test_words_are_found_where_they_are(folder: Path, tmp_path: Path) -> None:
-    space = JointSpace(folder)
+    space = JointSpace(folder, torch.float32)
     torch.manual_seed(1)
     kinds = torch.randn(3, 16) * 3  # what a patch of dog, cat and nothing looks like
     shown = torch.randint(3, (240,))

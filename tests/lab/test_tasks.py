@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -85,6 +86,24 @@ def test_generated_tasks_are_balanced_and_fixed(data: Path) -> None:
     assert fingerprint(items) != fingerprint(TaskBuilder(data, scale=0.2, seed=1).make("Lab-Collage"))
     small = builder.make("Lab-Small")
     assert not any("colour" in item.question.text or item.question.answer == "grey" for item in small)
+
+
+def test_halves_share_no_photo(data: Path) -> None:
+    def photos(**options: Any) -> set[bytes]:
+        items = TaskBuilder(data, **options).make("Lab-VQAv2")
+        assert all(isinstance(item.image, bytes) for item in items)
+        return {item.image for item in items if isinstance(item.image, bytes)}
+
+    choose, report = photos(half="choose"), photos(half="report")
+    assert choose
+    assert report
+    assert not choose & report
+    assert choose | report == photos()
+    few = photos(photos=2)
+    assert len(few) == 2
+    assert few == photos(photos=2)
+    corpora = [TaskBuilder(data, half=half)._corpus(("flickr8k-dev",)) for half in ("choose", "report")]
+    assert sum(len(corpus.facts) for corpus in corpora) == len(PHOTOS)
 
 
 def test_missing_files_and_unknown_names(tmp_path: Path) -> None:

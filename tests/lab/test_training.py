@@ -28,7 +28,7 @@ from torino_lab.training.questions import (
     read_photos,
     tidy,
 )
-from torino_lab.training.trainer import VISUAL, WIDTH, Reader, Stage, Trainer
+from torino_lab.training.trainer import ROPE_THETA, VISUAL, WIDTH, Reader, Stage, Trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 HIDDEN = 32
@@ -62,6 +62,7 @@ def reader(seed: int = 0) -> Reader:
         num_key_value_heads=2,
         vocab_size=128,
         tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
     )
     return Reader(LlamaForCausalLM(config), torch.float32, rank=2)
 
@@ -170,6 +171,17 @@ def test_a_stopped_stage_resumes_to_the_same_weights(tmp_path: Path) -> None:
     assert resumed.run(stage)
     for name, value in whole.reader.trained().items():
         assert torch.equal(value, resumed.reader.trained()[name]), name
+
+
+def test_parts_of_a_step_add_up(tmp_path: Path) -> None:
+    source = write_source(tmp_path)
+    stages = [Stage("tune", 2, batch=4, part=n, questions=2, tokens=200, lora_rate=1e-3, warmup=1) for n in (4, 1, 3)]
+    whole, *others = (make_trainer(tmp_path, source, f"part-{stage.part}") for stage in stages)
+    for trainer, stage in zip([whole, *others], stages, strict=True):
+        assert trainer.run(stage)
+    for other in others:
+        for name, value in whole.reader.trained().items():
+            assert torch.allclose(value, other.reader.trained()[name], atol=2e-4), name
 
 
 def test_features_resume_and_refuse_another_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

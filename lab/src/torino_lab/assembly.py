@@ -16,10 +16,11 @@ import torch
 
 from torino.core.errors import BadFile
 from torino.core.extras import optional_import
-from torino.core.io import cache_dir, cache_errors, read_safetensors
+from torino.core.io import cache_dir, cache_errors, read_json, read_safetensors
 from torino_lab.weights import clip_folder, read_smollm2, record_checksum, verify_weights
 
 PROJECTOR, ADAPTER, ADAPTER_CONFIG = "projector.safetensors", "adapter_model.safetensors", "adapter_config.json"
+LANGUAGE = "language.json"  # settings of the language model, if they are not its own
 SHIPPED = Path(__file__).resolve().parent / "data" / "lab"
 FEATURE_LAYER = -2  # as in LLaVA-1.5: the output of the penultimate block
 BLOCK = 10  # the same, as the zero-based number of the block
@@ -56,6 +57,8 @@ def lab_folder(shipped: Path = SHIPPED) -> Path:
                 f"There is no file {part}. Install torino-lab again, or write it with "
                 "python -m torino_lab.training.export."
             )
+    if (shipped / LANGUAGE).is_file():
+        parts.append(shipped / LANGUAGE)
     # The folder is named by the trained parts, so the cache is never stale.
     digest = hashlib.sha256(b"".join(hashlib.sha256(part.read_bytes()).digest() for part in parts)).hexdigest()
     folder = cache_dir() / f"torino-lab-{digest[:12]}"
@@ -87,7 +90,8 @@ def _write(folder: Path, shipped: Path) -> None:
     with optional_import("Assembling the lab's model needs", "torino[lab]"):
         import peft
         import transformers
-    language, tokenizer = read_smollm2()
+    settings = read_json(shipped / LANGUAGE) if (shipped / LANGUAGE).is_file() else {}
+    language, tokenizer = read_smollm2(settings.get("rope_theta"))
     language = peft.PeftModel.from_pretrained(language, str(shipped)).merge_and_unload()
     tokenizer.add_special_tokens({"extra_special_tokens": [IMAGE_TOKEN]})
     tokenizer.image_token = IMAGE_TOKEN

@@ -6,7 +6,7 @@ and pixels for colors, edges and borders. A latent whose patches agree on nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
@@ -30,16 +30,20 @@ SIZE = 224
 OUTLIER = 3.0  # norm of a token relative to the median; CLIP has such tokens in backgrounds, whatever they show
 ARTIFACT_SHARE = 0.7  # of a latent's activation on such tokens
 MIN_CONFIDENCE = 0.5  # share of a latent's activation on patches that support its name
+MIN_LIFT = 2.0  # how much more often texts of photos with the latent mention its name than texts of all photos
+MIN_MENTIONS = 3
 STRONG = 0.5  # activations below this share of the latent's largest one are ignored
+DENSE = 0.03  # share of all patches on which a latent is active, from which on its name must describe more than a tenth
+STRONG_SHARE = 0.1  # of its activation, the strong one
 COLLAGE_GRIDS = ((1, 2), (2, 1), (2, 2))
 COLLAGE_SHARE, COLLAGE_LIFT = 0.5, 3.0  # of a latent's activation in cells of one label, and relative to all cells
 # Words of captions and questions that name nothing one could point at.
 _NOT_VISIBLE = """
-    activity air american asian attempt background business colored colorful couple day design different display
-    distance dressed edge event fight forward friend front fun game group height high home hot item jump kind left lot
-    mid midair move name number old open outdoor pair parade part perform picture piece place play player prepare reach
-    ready ride rider right row run scene shape shot something space sport spot stop style team thing top trick trip try
-    use view walk watch way wear wild work world year young
+    activity air american asian attempt background business busy colored colorful couple day design different
+    display distance dressed edge event fight forward friend front fun game group height high home hot item jump
+    kind left life lot mid midair move name number old open outdoor pair parade part perform picture piece place
+    play player prepare reach ready ride rider right row run say scene shape shot something space sport spot stop
+    style team thing top trick trip try use view walk watch way wear wild work world year young
 """
 NOT_VISIBLE = frozenset(_NOT_VISIBLE.split())
 _THINGS_IN_ING = {"building", "ceiling", "clothing", "painting", "railing", "ring", "string", "swing", "wing"}
@@ -210,6 +214,43 @@ def _cell_patches(place: int, grid: tuple[int, int]) -> Tensor:
     return inside.flatten()
 
 
+# ---------------------------------------------------------------------- texts
+
+
+class Mentions:
+    """How often the texts of photos in which a latent is active mention each word.
+
+    A latent that fires everywhere has some word that its patches score highest on, but photos with it do not mention
+    the word more often than others.
+    """
+
+    def __init__(self, latents: int, words: Sequence[str]) -> None:
+        self.words = {word: number for number, word in enumerate(words)}
+        self.counts = torch.zeros(latents, len(words))
+        self.photos = torch.zeros(latents)
+        self.total, self.base = 0, torch.zeros(len(words))
+
+    def add(self, latents: Tensor, words: Iterable[str]) -> None:
+        """Add a photo with the latents that are active in it; photos without texts are ignored."""
+        columns = [self.words[word] for word in words if word in self.words]
+        if not columns:
+            return
+        present = latents.unique()
+        self.photos[present] += 1
+        self.counts[present[:, None], torch.tensor(columns)] += 1
+        self.base[columns] += 1
+        self.total += 1
+
+    def contradict(self, latent: int, word: str) -> bool:
+        """Return whether photos with the latent mention a word less than twice as often as all photos do.
+
+        False if there are too few photos to expect three mentions.
+        """
+        column = self.words[word]
+        expected = MIN_LIFT * float(self.base[column]) / max(1, self.total) * float(self.photos[latent])
+        return expected >= MIN_MENTIONS and float(self.counts[latent, column]) < expected
+
+
 # ---------------------------------------------------------------------- names
 
 
@@ -279,11 +320,17 @@ def name_latents(
     min_confidence: float = MIN_CONFIDENCE,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[int, LabName], WordEvidence]:
-    """Name all latents that have a clear name; also return the word evidence."""
+    """Name all latents that have a clear name; also return the word evidence.
+
+    A word is a name if the patches agree on it, unless texts of photos in which the latent is active mention it less
+    than twice as often as those of all photos. A latent that is active almost everywhere, mostly weakly, gets no word.
+    """
     evidence = collect_word_evidence(sae, photos, prototypes, max_activation=largest, progress=progress)
-    low = LowLevelEvidence(sae.latents)
-    on_outliers, total = torch.zeros(sae.latents), torch.zeros(sae.latents)
-    for index in range(0, len(photos), 4):  # every fourth photo is enough
+    low, mentions = LowLevelEvidence(sae.latents), Mentions(sae.latents, prototypes.words)
+    texts = photo_texts(photos.sources)
+    words = extract_words([texts[source][row] for source, row in photos.picks])
+    on_outliers, on_strong, total, active = (torch.zeros(sae.latents) for _ in range(4))
+    for index in range(len(photos)):
         hidden = photos.hidden(index, index + 1)[0, 1:]
         patches, latents, values = encode_active(sae, hidden)
         norms = hidden.norm(dim=-1)
@@ -291,7 +338,11 @@ def name_latents(
         on_outliers.index_add_(0, latents, values * outlier)
         total.index_add_(0, latents, values)
         strong = values >= STRONG * largest[latents]
-        low.add(patch_properties(photos.images(index), GRID), latents[strong], patches[strong], values[strong])
+        on_strong.index_add_(0, latents, values * strong)
+        active.index_add_(0, latents, torch.ones_like(values))
+        mentions.add(latents[strong], words[index])
+        if index % 4 == 0:  # every fourth photo is enough
+            low.add(patch_properties(photos.images(index), GRID), latents[strong], patches[strong], values[strong])
     artifact = (on_outliers / total.clamp(min=1e-12)).tolist()
     names: dict[int, LabName] = {}
     for latent in range(sae.latents):
@@ -299,9 +350,14 @@ def name_latents(
         if count < MIN_PHOTOS:
             continue
         candidates = evidence.candidates(latent)
-        first = candidates[0]
+        candidates = tuple(item for item in candidates if not mentions.contradict(latent, item.word))
+        rare = float(active[latent]) < DENSE * len(photos) * GRID[0] * GRID[1]
+        specific = rare or float(on_strong[latent]) >= STRONG_SHARE * float(total[latent])
+        first = candidates[0] if candidates and specific else None
         word = (
-            PatchName(first.word, first.confidence, candidates, count) if first.confidence >= min_confidence else None
+            PatchName(first.word, first.confidence, candidates, count)
+            if first is not None and first.confidence >= min_confidence
+            else None
         )
         name = choose_name(word, candidates, low.name(latent), collages.label(latent), count, artifact[latent])
         if name is not None:

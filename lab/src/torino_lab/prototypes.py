@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from torino.core.io import write_atomic
 from torino.core.tokens import VisualTokens
+from torino_lab.training.precision import best_dtype
 
 MIN_PHOTOS = 25  # training photos that a word needs
 MIN_AREA = 0.8  # area under the ROC curve on held-out photos that a word needs
@@ -37,28 +38,39 @@ class JointSpace:
     ----------
     folder : Path
         A ``CLIPVisionModelWithProjection``.
+    dtype : torch.dtype, optional
+        Precision of matrix products; by default bfloat16 where it is faster, otherwise float32.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         from transformers import CLIPVisionModelWithProjection
 
         model: Any = CLIPVisionModelWithProjection.from_pretrained(folder).eval()
         self._last, self._norm = model.vision_model.encoder.layers[-1], model.vision_model.post_layernorm
         self._projection = model.visual_projection
+        self._dtype = dtype or best_dtype()
+
+    def _fast(self) -> torch.autocast:
+        """Run matrix products in bfloat16 where that is faster."""
+        return torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype != torch.float32)
 
     @torch.inference_mode()
     def patches(self, hidden: Tensor) -> Tensor:
         """Project patches one by one, (…, 768) to (…, 512), of unit length."""
         attention = self._last.self_attn
-        values = attention.out_proj(attention.v_proj(self._last.layer_norm1(hidden)))
-        return functional.normalize(self._projection(self._norm(values)), dim=-1)
+        with self._fast():
+            values = attention.out_proj(attention.v_proj(self._last.layer_norm1(hidden)))
+            projected = self._projection(self._norm(values))
+        return functional.normalize(projected.float(), dim=-1)
 
     @torch.inference_mode()
     def image(self, hidden: Tensor) -> Tensor:
         """Return CLIP's image embedding of hidden states with CLS first, (B, 197, 768) to (B, 512), of unit length."""
-        out = self._last(hidden, None)
-        out = out[0] if isinstance(out, tuple) else out
-        return functional.normalize(self._projection(self._norm(out[:, 0])), dim=-1)
+        with self._fast():
+            out = self._last(hidden, None)
+            out = out[0] if isinstance(out, tuple) else out
+            projected = self._projection(self._norm(out[:, 0]))
+        return functional.normalize(projected.float(), dim=-1)
 
 
 @dataclass(frozen=True, eq=False)

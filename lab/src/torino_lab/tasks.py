@@ -7,16 +7,18 @@ The same files and the same seed give the same questions.
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 
 from torino.core.errors import BadFile, unknown_name
 from torino.core.extras import optional_import
+from torino.datasets.images import Picture
 from torino_lab import pictures
 from torino_lab.catalog import TASKS, LabTask
 from torino_lab.corpus import ON_PHOTO, Corpus, read_photos
@@ -26,6 +28,7 @@ from torino_lab.training.generated import american
 from torino_lab.training.questions import tidy, tidy_question
 
 SEED = 2026
+Half = Literal["choose", "report"]
 CAPTION_PROMPT = "Describe the photo in one sentence."
 CAPTION_PHOTOS = 300
 GRIDS = ((1, 2), (2, 1), (2, 2), (2, 2), (2, 3), (3, 2))
@@ -36,6 +39,21 @@ SMALL_KINDS = {
     "color": ("shape-colour",),
     "presence": ("shape-presence",),
 }
+
+
+def in_half(photo: Picture, half: Half | None) -> bool:
+    """Return whether a photo, given as the bytes of its file, belongs to a half of the photos."""
+    if half is None:
+        return True
+    assert isinstance(photo, bytes)
+    return (hashlib.sha256(photo).digest()[0] % 2 == 0) == (half == "choose")
+
+
+def draw_photos(items: Sequence[Item], photos: int, seed: int) -> list[Item]:
+    """Return all questions about some photos, drawn at random."""
+    images = list(dict.fromkeys(id(item.image) for item in items))
+    chosen = set(Random(f"{seed}:photos").sample(images, min(photos, len(images))))
+    return [item for item in items if id(item.image) in chosen]
 
 
 class TaskBuilder:
@@ -49,14 +67,27 @@ class TaskBuilder:
         Of the generated benchmarks.
     scale : float
         Number of questions of the generated benchmarks, relative to the default.
+    half : {"choose", "report"}, optional
+        Use only one half of the photos: those on which settings may be chosen, or those on which results are reported.
+        The hash of a photo's file decides. By default all photos.
+    photos : int, optional
+        Use at most this many photos of each real benchmark, drawn at random, with all of their questions.
 
     Examples
     --------
     >>> items = TaskBuilder(Path("data")).make("Lab-POPE")  # doctest: +SKIP
     """
 
-    def __init__(self, data: Path, *, seed: int = SEED, scale: float = 1.0) -> None:
-        self.data, self.seed, self.scale = data, seed, scale
+    def __init__(
+        self,
+        data: Path,
+        *,
+        seed: int = SEED,
+        scale: float = 1.0,
+        half: Half | None = None,
+        photos: int | None = None,
+    ) -> None:
+        self.data, self.seed, self.scale, self.half, self.photos = data, seed, scale, half, photos
         self._corpora: dict[tuple[str, ...], Corpus] = {}
 
     def make(self, name: str) -> list[Item]:
@@ -67,7 +98,8 @@ class TaskBuilder:
         if benchmark.parts is not None:
             return self._generated(benchmark)
         rows = [row for file in benchmark.files for row in self._rows(file)]
-        return _captions(rows) if benchmark.kind == "caption" else _asked(rows, benchmark)
+        items = _captions(rows) if benchmark.kind == "caption" else _asked(rows, benchmark)
+        return items if self.photos is None else draw_photos(items, self.photos, self.seed)
 
     def _rows(self, file: str) -> list[dict[str, Any]]:
         with optional_import("Parquet files need", "torino[lab]"):
@@ -76,7 +108,7 @@ class TaskBuilder:
         path = self.data / f"{file}.parquet"
         if not path.is_file():
             raise BadFile(f"There is no file {path}. Give the folder with the lab's parquet files.")
-        return pq.read_table(path).to_pylist()
+        return [row for row in pq.read_table(path).to_pylist() if in_half(row["image"], self.half)]
 
     # -------------------------------------------------------------- generated
 
@@ -100,7 +132,7 @@ class TaskBuilder:
     def _corpus(self, files: tuple[str, ...]) -> Corpus:
         if files not in self._corpora:
             photos = read_photos([self.data / f"{file}.parquet" for file in files])
-            self._corpora[files] = Corpus(photos)
+            self._corpora[files] = Corpus([photo for photo in photos if in_half(photo[1], self.half)])
         return self._corpora[files]
 
 

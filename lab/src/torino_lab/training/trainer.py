@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import time
 from collections import Counter, defaultdict
@@ -24,13 +23,14 @@ from random import Random
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from torino.core.extras import optional_import
 from torino_lab.assembly import ADAPTER, PROJECTOR
 from torino_lab.training.attention import register
+from torino_lab.training.checkpoints import load_optimiser, optimiser_state, save_tensors
 from torino_lab.training.features import Features
 from torino_lab.training.packing import HEAD, Batch, Segment, encode_question, pack
 from torino_lab.training.questions import Photo, draw, keep_weights, phrase
@@ -38,34 +38,11 @@ from torino_lab.training.questions import Photo, draw, keep_weights, phrase
 logger = logging.getLogger(__name__)
 
 VISUAL, WIDTH = 196, 768
+ROPE_THETA = 100_000.0  # SmolLM2's own
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHECKPOINT_SECONDS = 300
 WATCH_STEPS = 250
-STOP_WORDS = [
-    "a",
-    "an",
-    "the",
-    "and",
-    "in",
-    "on",
-    "of",
-    "at",
-    "with",
-    "is",
-    "are",
-    "to",
-    "no",
-    "yes",
-    "by",
-    "as",
-    "for",
-    "from",
-    "it",
-    "its",
-    "his",
-    "her",
-    "their",
-]
+STOP_WORDS = re.compile("a|an|the|and|in|on|of|at|with|is|are|to|no|yes|by|as|for|from|it|its|his|her|their")
 
 
 @dataclass(frozen=True)
@@ -79,6 +56,8 @@ class Stage:
         Length, with ``decay`` steps at the end in which the learning rate falls linearly to zero.
     batch : int
         Photos a step.
+    part : int
+        Photos that are in memory together; gradients of a step's parts are added.
     questions : int
         At most so many about one photo.
     tokens : int
@@ -92,6 +71,7 @@ class Stage:
     name: str
     steps: int
     batch: int = 16
+    part: int = 8
     questions: int = 6
     tokens: int = 150
     projector_rate: float = 1e-3
@@ -159,6 +139,11 @@ class Reader(nn.Module):
         self.dtype = dtype
 
     @property
+    def rope_theta(self) -> float:
+        """Base of the rotary position embeddings."""
+        return float(self.language.config.rope_parameters["rope_theta"])
+
+    @property
     def llama(self) -> Any:
         """The stock ``LlamaModel`` with its updates in place."""
         return self.language.base_model.model.model
@@ -182,15 +167,21 @@ class Reader(nn.Module):
             return functional.linear(picked, self.embeddings).float()
 
     def trained(self) -> dict[str, Tensor]:
-        """Everything that training changes."""
+        """Everything that training changes, and the base of the rotary embeddings it was trained with."""
         lora = {f"language.{n}": p for n, p in self.language.named_parameters() if "lora_" in n}
-        return {**{f"projector.{n}": p for n, p in self.projector.state_dict().items()}, **lora}
+        theta = {"rope_theta": torch.tensor(self.rope_theta)}
+        return {**{f"projector.{n}": p for n, p in self.projector.state_dict().items()}, **lora, **theta}
 
     def load_trained(self, tensors: dict[str, Tensor]) -> None:
         """Load what :meth:`trained` gave."""
+        tensors = {"rope_theta": torch.tensor(ROPE_THETA), **tensors}  # checkpoints without it used SmolLM2's own
         missing = set(self.trained()) - set(tensors)
         if missing:
             raise ValueError(f"The checkpoint lacks {len(missing)} tensors, such as {sorted(missing)[0]}.")
+        if (theta := float(tensors.pop("rope_theta"))) != self.rope_theta:
+            raise ValueError(
+                f"The checkpoint has rope_theta {theta:g}, the model {self.rope_theta:g}. Use another folder."
+            )
         self.load_state_dict(tensors, strict=False)
 
 
@@ -266,7 +257,8 @@ class Trainer:
             for name, value in load_file(folder / ADAPTER).items()
         }
         projector = {f"projector.{name}": value for name, value in self.reader.projector.state_dict().items()}
-        self.reader.load_trained({**projector, **updates})
+        theta = {"rope_theta": torch.tensor(self.reader.rope_theta)}  # training may go on with another one
+        self.reader.load_trained({**projector, **updates, **theta})
 
     # ------------------------------------------------------------------ stage 0
 
@@ -312,7 +304,7 @@ class Trainer:
             wanted = float(self.reader.embeddings.detach().float().norm(dim=-1).mean())
             projector.linear_2.weight *= wanted / length
             projector.linear_2.bias *= wanted / length
-        _save(done, projector.state_dict())
+        save_tensors(done, projector.state_dict())
 
     def _words(self, photos: Sequence[Photo]) -> tuple[list[int], Tensor]:
         """Whole-word tokens that at least 15 photos mention, and which photo mentions which."""
@@ -331,7 +323,7 @@ class Trainer:
         whole = [
             t
             for t, n in count.items()
-            if n >= 15 and re.fullmatch(r" [a-z]{3,}", names[t]) and names[t].strip() not in STOP_WORDS
+            if n >= 15 and re.fullmatch(r" [a-z]{3,}", names[t]) and not STOP_WORDS.fullmatch(names[t].strip())
         ]
         place = {token: number for number, token in enumerate(sorted(whole))}
         table = torch.zeros(len(held), len(place))
@@ -364,7 +356,7 @@ class Trainer:
             step = int(tensors.pop("step"))
             state = {k: tensors.pop(k) for k in list(tensors) if k.startswith("optimiser.")}
             reader.load_trained(tensors)
-            _load_optimiser(optimiser, state)
+            load_optimiser(optimiser, state)
             self.log(stage=name, resumed=step)
         else:
             self.log(stage=name, settings=asdict(stage), dtype=str(reader.dtype), photos=len(self.photos))
@@ -375,18 +367,19 @@ class Trainer:
             scale = min(1.0, (step + 1 - stage.first) / stage.warmup, (stage.steps - step) / stage.decay)
             for group in optimiser.param_groups:
                 group["lr"] = group["peak"] * scale
-            photos, batch, kinds = self._batch(stage, step, pool)
-            logits = reader(self.patches(photos), self.head, batch)
-            each = functional.cross_entropy(logits, batch.targets, reduction="none")
-            loss = (each * batch.weights).sum() / batch.weights.sum()
-            loss.backward()
+            parts = self._batch(stage, step, pool)
+            total = sum(float(batch.weights.sum()) for _, batch, _ in parts)
+            for photos, batch, kinds in parts:
+                logits = reader(self.patches(photos), self.head, batch)
+                each = functional.cross_entropy(logits, batch.targets, reduction="none")
+                ((each * batch.weights).sum() / total).backward()
+                _collect(losses, each.detach(), batch.segment, kinds)
             norm = nn.utils.clip_grad_norm_([p for g in optimiser.param_groups for p in g["params"]], 1.0)
             if not torch.isfinite(norm):
                 raise RuntimeError(f"The gradient is not finite at step {step} of {name}.")
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-            step, seen = step + 1, seen + len(photos)
-            _collect(losses, each.detach(), batch.segment, kinds)
+            step, seen = step + 1, seen + stage.batch
             if step % 25 == 0:
                 means = {kind: round(sum(v) / len(v), 3) for kind, v in sorted(losses.items())}
                 pace = (time.monotonic() - began) / seen
@@ -395,12 +388,12 @@ class Trainer:
             if step % WATCH_STEPS == 0:
                 self.watch(name, step)
             if time.monotonic() - saved > CHECKPOINT_SECONDS or stop():
-                _save(partial, {**reader.trained(), **_optimiser_state(optimiser), "step": torch.tensor(step)})
+                save_tensors(partial, {**reader.trained(), **optimiser_state(optimiser), "step": torch.tensor(step)})
                 saved = time.monotonic()
             if stop():
                 return False
         self.watch(name, step)
-        _save(final, reader.trained())
+        save_tensors(final, reader.trained())
         partial.unlink(missing_ok=True)
         return True
 
@@ -415,15 +408,15 @@ class Trainer:
             pool += [number] * (int(share) + (rng.random() < share % 1))
         return pool
 
-    def _batch(self, stage: Stage, step: int, pool: list[int]) -> tuple[list[Photo], Batch, list[str]]:
-        """Return the photos and questions of a step, which depend on the seed and the step only."""
+    def _batch(self, stage: Stage, step: int, pool: list[int]) -> list[tuple[list[Photo], Batch, list[str]]]:
+        """Return the photos and questions of a step in parts; they depend on the seed and the step only."""
         rng = Random(f"{self.seed}:{stage.name}:{step}")
         numbers = [
             pool[_permuted(step * stage.batch + i, len(pool), f"{self.seed}:{stage.name}")] for i in range(stage.batch)
         ]
         photos = [self.photos[n] for n in numbers]
         rows: list[list[Segment]] = []
-        kinds: list[str] = []
+        kinds: list[list[str]] = []
         for photo in photos:
             if stage.lora_rate == 0:
                 captions = next(q for q in photo.questions if q.kind == "caption")
@@ -431,15 +424,21 @@ class Trainer:
             else:
                 asked = draw(photo, stage.questions, rng, self.weights)
             row: list[Segment] = []
+            kinds.append([])
             length = 0
             for kind, question, answer in asked:
                 segment = encode_question(self.tokenizer, kind, question, answer)
                 if length + len(segment.ids) <= stage.tokens:
                     row.append(segment)
-                    kinds.append(kind)
+                    kinds[-1].append(kind)
                     length += len(segment.ids)
             rows.append(row)
-        return photos, pack(rows, self.head.shape[1], VISUAL, self.pad, stage.tokens), kinds
+        parts: list[tuple[list[Photo], Batch, list[str]]] = []
+        for start in range(0, stage.batch, stage.part):
+            some = slice(start, start + stage.part)
+            batch = pack(rows[some], self.head.shape[1], VISUAL, self.pad, stage.tokens)
+            parts.append((photos[some], batch, [kind for row in kinds[some] for kind in row]))
+        return parts
 
     @torch.no_grad()
     def watch(self, stage: str, step: int) -> None:
@@ -497,27 +496,3 @@ def _permuted(index: int, length: int, seed: str) -> int:
 
 
 _orders: dict[tuple[int, int, str], list[int]] = {}
-
-
-def _optimiser_state(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = {}
-    for number, values in optimiser.state_dict()["state"].items():
-        state |= {f"optimiser.{number}.{name}": value for name, value in values.items()}
-    return state
-
-
-def _load_optimiser(optimiser: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        _, number, name = key.split(".")
-        state.setdefault(int(number), {})[name] = value
-    optimiser.load_state_dict({**optimiser.state_dict(), "state": state})
-
-
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file atomically."""
-    temporary = path.with_suffix(".tmp")
-    save_file({name: value.detach().contiguous() for name, value in tensors.items()}, temporary)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
