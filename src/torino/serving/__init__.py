@@ -1,0 +1,1 @@
+"""Serve models with reduced tokens, and reduce large collections of images."""
