@@ -131,6 +131,16 @@ def verify_safetensors(path: Path) -> bool | None:
     return stored == f"crc32:{crc:08x}"
 
 
+def stored_checksum(path: Path) -> str:
+    """Return the checksum in the header of a safetensors file; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return _stored_checksum(file.read(length) if length <= _MAX_HEADER else b"") or ""
+    except OSError as error:
+        raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
+
+
 def verify_zip(path: Path) -> bool | None:
     """Read a whole zip archive, such as a torch checkpoint, and return whether its checksums are correct.
 

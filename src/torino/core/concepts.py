@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -140,6 +140,15 @@ class RawEmbedding:
             raise BadParameter(f"k must be between 1 and the token width {x.shape[1]}, got {k}.")
         indices, values = stable_topk(x.detach().float(), k)
         return Concepts(indices, values, values[:, 0])
+
+    def device_search(self, k: int, *, rank: Rank = "activation") -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+        """Return a search without host synchronization: tokens to indices, values and which tokens are proven (all)."""
+
+        def search(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            indices, values = stable_topk(x.detach().float(), k)
+            return indices, values, torch.ones(len(x), dtype=torch.bool, device=x.device)
+
+        return search
 
     def check_origin(self, origin: Origin, width: int) -> None:
         """Accept any tokens, because nothing was trained."""

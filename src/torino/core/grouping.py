@@ -186,22 +186,39 @@ def _components(symbols: Ints, first_silent: int, delta: int, image: Ints, group
         silent_label = np.where(grouped, -1 - image, -1 - len(image) - np.arange(patches))
         label = np.where(silent_patches, silent_label, label)
         return np.unique(label, return_inverse=True)[1].reshape(-1)
-    subsets = np.array(list(combinations(range(k), delta)))
-    rows, which = (symbols[:, subsets[:, 0]] < first_silent).nonzero()  # rows are sorted: active latents come first
-    key = image[rows]
-    for column in subsets.T:
-        key = _combine(key, symbols[rows, column[which]], first_silent + k)
-    source, target = _link_same_key(rows, key)
-    silent_source, silent_target = _link_grouped(grouped, image)
-    return _connected(np.concatenate([source, silent_source]), np.concatenate([target, silent_target]), patches)
+    subsets = np.array(list(combinations(range(k), delta))).T
+    columns = np.ascontiguousarray(symbols.T)  # rows are sorted: active latents come first
+    key = np.tile(image, (subsets.shape[1], 1))
+    for column in subsets:
+        key = _combine(key, columns[column], first_silent + k)
+    patch = np.tile(np.arange(patches), subsets.shape[1])
+    key = key.reshape(-1)
+    if symbols[:, -1].max() >= first_silent:  # a subset needs an active latent
+        is_active = (columns[subsets[0]] < first_silent).reshape(-1)
+        patch, key = patch[is_active], key[is_active]
+    source, target = _link_same_key(patch, key)
+    if grouped.any():
+        silent_source, silent_target = _link_grouped(grouped, image)
+        source, target = np.concatenate([source, silent_source]), np.concatenate([target, silent_target])
+    return _connected(source, target, patches)
 
 
 def _link_same_key(patch: Ints, key: Ints) -> tuple[Ints, Ints]:
     """Link each patch (source) to the previous one with the same key (target), so that keys need no nodes."""
-    order = key.argsort(kind="stable")
-    key, patch = key[order], patch[order]
-    same = key[1:] == key[:-1]  # a chain of links has the same components as links to the first patch
-    return patch[1:][same], patch[:-1][same]
+    key, patch = _sort_by_key(key, patch)
+    same = (key[1:] == key[:-1]).nonzero()[0]  # a chain of links has the same components as links to the first patch
+    return patch[same + 1], patch[same]
+
+
+def _sort_by_key(key: Ints, patch: Ints) -> tuple[Ints, Ints]:
+    """Sort pairs by key, then by patch. Both in one integer, if they fit, are sorted by vector instructions."""
+    bits = int(patch.max(initial=0)).bit_length()
+    if int(key.max(initial=0)) >= 2 ** (62 - bits):
+        order = key.argsort(kind="stable")
+        return key[order], patch[order]
+    pairs = (key << bits) | patch
+    pairs.sort()
+    return pairs >> bits, pairs & ((1 << bits) - 1)
 
 
 def _link_grouped(grouped: NDArray[np.bool_], image: Ints) -> tuple[Ints, Ints]:
@@ -240,15 +257,17 @@ def _components_by_product(
 def _combine(key: Ints, symbol: Ints, base: int) -> Ints:
     """Combine integer keys with another symbol, without collisions or overflow."""
     if int(key.max(initial=0)) >= 2**62 // base:
-        key = np.unique(key, return_inverse=True)[1].reshape(-1)
+        key = np.unique(key, return_inverse=True)[1].reshape(key.shape)
     return key * base + symbol
 
 
 def _connected(source: Ints, target: Ints, patches: int) -> Ints:
     """Return the component of each patch, given the links between patches."""
-    order = source.argsort(kind="stable")
-    starts = np.searchsorted(source[order], np.arange(patches + 1)).astype(np.int32)  # the index type that scipy uses
-    graph = csr_array((np.ones(len(source)), target[order].astype(np.int32), starts), shape=(patches, patches))
+    source, target = _sort_by_key(source, target)
+    starts = np.zeros(patches + 1, np.int32)  # the index type that scipy uses
+    np.cumsum(np.bincount(source, minlength=patches), out=starts[1:])
+    links = target.astype(np.int32)
+    graph = csr_array((np.ones(len(links)), links, starts), shape=(patches, patches))
     _, label = cast(tuple[int, NDArray[Any]], connected_components(graph, directed=False))
     return label.astype(np.int64)
 

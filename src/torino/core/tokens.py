@@ -257,6 +257,8 @@ def check_matrix(
     if 0 in values.shape:
         raise error(f"{name} is empty: its shape is {tuple(values.shape)}. Give at least one row and one column.")
     check_real(name, values, FLOATS, error)
+    if bool(values.float().sum().isfinite()):  # then all values are, and this is much faster than checking each
+        return
     finite = torch.isfinite(values.float() if values.dtype == torch.float64 else values)  # computations use float32
     if not bool(finite.all()):
         bad = int((~finite).any(dim=1).nonzero()[0])

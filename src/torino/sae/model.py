@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +17,12 @@ from torino.core.concepts import Concepts, Rank
 from torino.core.device import resolve_device
 from torino.core.errors import BadFile, BadParameter, BadTokens, SAEMismatch
 from torino.core.tokens import Origin, check_matrix
+from torino.core.topk.device import device_topk
 from torino.core.topk.exact import SILENT, exact_topk, largest_row_norm, stable_topk
+from torino.core.topk.half import HalfEncoder, can_use_half, round_encoder, use_half
 from torino.core.topk.prefilter import Prefilter, PrefilterCache, SearchStats, delete_cached, prefiltered_topk
 from torino.sae.card import SAECard
+from torino.sae.weights import check_weights, freeze, to_vector, validate_k
 
 Kind = Literal["relu", "topk", "batchtopk", "matryoshka", "jumprelu"]
 Normalize = Literal["none", "layer_norm", "constant_norm"]
@@ -62,8 +65,9 @@ class SAE(nn.Module):
     ----------
     names : dict of int to str
         Names of latents, as written by ``torino concepts`` to ``names.json`` in the folder of the weights.
-    prefilter : {"auto", "int8", "off"}
-        Default of :meth:`top`: use the int8 prefilter if it is faster, always, or never. The result is the same.
+    prefilter : {"auto", "int8", "bf16", "off"}
+        Default of :meth:`top`: select candidates by the fastest product, by an int8 or bfloat16 product, or by the
+        float32 product. The result is the same.
     folder : Path or None
         The folder that the SAE was loaded from; the quantized encoder of the prefilter is cached there.
     """
@@ -90,7 +94,7 @@ class SAE(nn.Module):
         card: SAECard | None = None,
     ) -> None:
         super().__init__()
-        _check_weights("W_enc", W_enc)
+        check_weights("W_enc", W_enc)
         latents, width = W_enc.shape
         self.kind: Kind = check_choice("kind", kind, Kind)
         self.normalize: Normalize = check_choice("normalize", normalize, Normalize)
@@ -106,23 +110,24 @@ class SAE(nn.Module):
             )
         if kind == "topk" and k is None:
             raise BadParameter(f"A topk SAE needs k between 1 and {latents}, the number of latents; got None.")
-        self.register_buffer("W_enc", _freeze(W_enc))
-        self.register_buffer("b_enc", _vector("b_enc", b_enc, latents, W_enc))
-        self.register_buffer("b_dec", _vector("b_dec", b_dec, width, W_enc))
+        self.register_buffer("W_enc", freeze(W_enc))
+        self.register_buffer("b_enc", to_vector("b_enc", b_enc, latents, W_enc))
+        self.register_buffer("b_dec", to_vector("b_dec", b_dec, width, W_enc))
         if W_dec is not None and check_tensor("W_dec", W_dec, BadParameter).shape != W_enc.shape:
             raise BadParameter(f"W_dec must have the shape of W_enc, {tuple(W_enc.shape)}, got {tuple(W_dec.shape)}.")
         if W_dec is not None:
-            _check_weights("W_dec", W_dec)
-        self.register_buffer("W_dec", None if W_dec is None else _freeze(W_dec))
+            check_weights("W_dec", W_dec)
+        self.register_buffer("W_dec", None if W_dec is None else freeze(W_dec))
         self.register_buffer("threshold", self._check_threshold(threshold))
         self._norm: tuple[weakref.ref[Tensor], tuple[int, int, float], float] | None = None
+        self._half: HalfEncoder | None = None
         self.prefilter: Prefilter = "auto"
         self.folder: Path | None = None
         self._prefilter_cache = PrefilterCache()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the cached norm, which refers to the weight tensor of this object."""
-        return {**self.__dict__, "_norm": None}
+        return {**self.__dict__, "_norm": None, "_half": None}
 
     def _check_threshold(self, threshold: float | Tensor | None) -> Tensor | None:
         if self.kind == "relu" and threshold is not None:
@@ -215,6 +220,15 @@ class SAE(nn.Module):
         _, shift, scale = self._preprocess(x)
         return self.decode(self.encode(x)) * scale + shift
 
+    def ablate(self, x: Tensor, latents: Sequence[int]) -> Tensor:
+        """Return tokens (..., D) without what some latents contribute to their reconstruction."""
+        self._check_input("x", x, self.width)
+        chosen = [to_integer("latent", latent, 0, self.latents - 1) for latent in latents]
+        _, _, scale = self._preprocess(x)
+        with torch.autocast(x.device.type, enabled=False):
+            removed = self.encode(x)[..., chosen] @ self._decoder()[chosen] * scale
+        return (x.float() - removed).to(x.dtype)
+
     @torch.no_grad()
     def top(
         self,
@@ -236,10 +250,11 @@ class SAE(nn.Module):
         rank : {"activation", "pre-threshold"}
             Values to rank: the latents as returned by :meth:`encode`, or max(0, W v + b) before the threshold or the
             top-k activation of the SAE.
-        prefilter : {"auto", "int8", "off"}, optional
-            Whether to select candidates by an int8 product first; default: :attr:`prefilter`. Affects speed and
-            memory, never the result. On a CPU it requires ``pip install "torino[fast]"``. See
-            ``research/reports/fast.md``.
+        prefilter : {"auto", "int8", "bf16", "off"}, optional
+            Product that selects candidates; default: :attr:`prefilter`. Affects speed and memory, never the result.
+            ``"int8"`` is for large encoders and on a CPU requires ``pip install "torino[fast]"``; see
+            ``research/reports/fast.md``. ``"bf16"`` is for CPUs with bfloat16 instructions and encoders of up to 2^24
+            weights. ``"off"`` uses the float32 product.
         chunk : int, optional
             Latents per chunk. Affects speed and memory, never the result.
         stats : list of SearchStats, optional
@@ -252,21 +267,52 @@ class SAE(nn.Module):
         check_type("stats", stats, (list, type(None)), "a list to append to")
         check_matrix(x, "tokens")
         self._check_device("tokens", x)
-        gated = rank == "activation"
-        keep = min(k, self.k) if gated and self.kind == "topk" and self.k else k
-        floor = self.threshold if gated and self.threshold is not None else self.W_enc.new_zeros(())
+        keep, floor = self._search_settings(k, rank)
         with torch.autocast(x.device.type, enabled=False):
             v, _, _ = self._preprocess(x)
-            search = (v, self.W_enc, self.b_enc, keep, floor.clamp(min=0))
-            cached = self._prefilter_cache.get(self.W_enc, self.b_enc, self._weights_state(), mode, len(v), self.folder)
+            search = (v, self.W_enc, self.b_enc, keep, floor)
+            state = self._weights_state()
+            wanted = mode == "bf16" and can_use_half(self.W_enc)
+            use_bfloat16 = wanted or (mode == "auto" and use_half(self.W_enc, len(v)))
+            cached = None
+            if not use_bfloat16:
+                cached = self._prefilter_cache.get(self.W_enc, self.b_enc, state, mode, len(v), self.folder)
             if cached is not None:
                 indices, values = prefiltered_topk(*search, *cached, chunk=chunk, stats=stats)
             else:
-                indices, values = exact_topk(*search, largest_norm=self._largest_norm(), chunk=chunk)
+                norm, half = self._bounds(state, use_bfloat16)
+                indices, values = exact_topk(*search, largest_norm=norm, half=half, chunk=chunk)
         if keep < k:
-            indices = nn.functional.pad(indices, (0, k - keep), value=SILENT)
-            values = nn.functional.pad(values, (0, k - keep))
+            indices, values = self._pad(indices, values, k)
         return Concepts(indices, values, values[:, 0])
+
+    def device_search(self, k: int, *, rank: Rank = "activation") -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+        """Return a search without host synchronization: tokens to indices, values and which tokens are proven.
+
+        See :func:`torino.core.topk.device.device_topk`. It does not notice later changes of the weights.
+        """
+        keep, floor = self._search_settings(to_integer("k", k, 1, self.latents, ", the number of latents"), rank)
+        norm, _ = self._bounds(self._weights_state(), False)
+
+        def search(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            with torch.autocast(x.device.type, enabled=False):
+                v, _, _ = self._preprocess(x)
+                indices, values, proven = device_topk(v, self.W_enc, self.b_enc, keep, floor, norm)
+            return *self._pad(indices, values, k), proven
+
+        return search
+
+    def _search_settings(self, k: int, rank: Rank) -> tuple[int, Tensor]:
+        """Return the number of latents to search and the floor above which they are active."""
+        gated = rank == "activation"
+        keep = min(k, self.k) if gated and self.kind == "topk" and self.k else k
+        floor = self.threshold if gated and self.threshold is not None else self.W_enc.new_zeros(())
+        return keep, floor.clamp(min=0)
+
+    @staticmethod
+    def _pad(indices: Tensor, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        missing = (0, k - indices.shape[1])
+        return nn.functional.pad(indices, missing, value=SILENT), nn.functional.pad(values, missing)
 
     def _check_input(self, name: str, x: Tensor, width: int) -> None:
         """Raise BadTokens unless ``x`` is a real tensor of shape (..., width) on the device of the SAE."""
@@ -309,12 +355,14 @@ class SAE(nn.Module):
         checksum = float(sample @ (index * 0.6180339887498949 % 1 + 0.5))  # depends on signs and positions
         return -1 if weight.is_inference() else weight._version, weight.data_ptr(), checksum
 
-    def _largest_norm(self) -> float:
-        """Return the largest norm of an encoder row, computed again only if the weights have changed."""
-        weight, state = self.W_enc, self._weights_state()
+    def _bounds(self, state: tuple[int, int, float], with_half: bool) -> tuple[float, HalfEncoder | None]:
+        """Return the largest norm of an encoder row and the rounded encoder; recomputed if the weights have changed."""
+        weight = self.W_enc
         if self._norm is None or self._norm[0]() is not weight or self._norm[1] != state:
-            self._norm = (weakref.ref(weight), state, largest_row_norm(weight))
-        return self._norm[2]
+            self._norm, self._half = (weakref.ref(weight), state, largest_row_norm(weight)), None
+        if with_half and self._half is None:
+            self._half = round_encoder(weight, self.b_enc, self._norm[2])
+        return self._norm[2], self._half if with_half else None
 
     def _decoder(self) -> Tensor:
         if self.W_dec is None:
@@ -441,32 +489,3 @@ class SAE(nn.Module):
             "normalize": self.normalize,
             **asdict(self.card),
         }
-
-
-def _freeze(value: Tensor) -> Tensor:
-    return value.detach().float().contiguous()
-
-
-def _vector(name: str, value: Tensor | None, size: int, like: Tensor) -> Tensor:
-    if value is None:
-        return torch.zeros(size, device=like.device)
-    if check_tensor(name, value, BadParameter).shape != (size,) or value.is_complex():
-        raise BadParameter(f"{name} must have shape ({size},), got {tuple(value.shape)}.")
-    if not bool(torch.isfinite(value).all()):
-        raise BadFile(f"{name} contains NaN or infinite values: the checkpoint is damaged.")
-    return _freeze(value)
-
-
-def validate_k(k: Any, latents: int) -> int | None:
-    """Return ``k``; raise :class:`BadParameter` unless it is None or an integer from 1 to the number of latents."""
-    return None if k is None else to_integer("k", k, 1, latents, ", the number of latents")
-
-
-def _check_weights(name: str, value: Tensor) -> None:
-    check_matrix(
-        value,
-        name,
-        shape="(latents, width)",
-        wrong_shape="Give one row per latent.",
-        not_finite="The checkpoint is damaged: download or train the SAE again.",
-    )

@@ -8,22 +8,29 @@ and the result is sorted by decreasing score, ties by increasing latent index. T
 chunk size, batch size or number of threads (on a CPU, for tokens narrower than 32,768), so the result does not
 either: an image gets the same concepts alone and in a batch.
 
-For speed, a float32 matrix product, chunk by chunk into one small buffer, selects a few candidates per token. Only
-these are scored by the definition. A bound on the rounding error proves that no other latent can be in the result.
-The few tokens without such a proof (near-ties, many identical latents) are searched exhaustively.
+For speed, a matrix product, chunk by chunk into one small buffer, selects candidates: the latents whose score is not
+clearly below the k-th best one, a few more than k per token. It is computed in float32, or in bfloat16 where the
+processor multiplies that faster (:class:`HalfEncoder`). Only the candidates are scored by the definition. A bound on
+the rounding error proves that no other latent can be in the result. The few tokens without such a proof (many identical
+latents, overflow) are searched exhaustively.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from torino.core.topk.half import HalfEncoder
 
 ROWS = 1024  # tokens per tile; bounds the score buffer for any number of images
 COLUMNS = 3072  # latents per chunk
 DEPTH = 32  # latents per lane, of which only the maximum is compared at first
-SPARE = 4  # candidates beyond k; with this many the proof rarely fails
+MAX_LANES = 4  # lanes with candidates, as a multiple of k + 4 per token, above which the exhaustive search is used
+MAX_PASSES = 8  # up to this k, repeated maxima are faster than torch.topk
 WORKSPACE = 1 << 18  # float64 elements in memory at once (2 MiB)
-PAIR_WORKSPACE = 1 << 16  # the same for pairs, which are read three times and should fit into the CPU cache
+PAIR_WORKSPACE = 1 << 17  # the same for pairs, which are read three times and should fit into the CPU cache
 SILENT = -1  # index of a slot without an active latent
 
 
@@ -36,6 +43,7 @@ def exact_topk(
     floor: Tensor,
     *,
     largest_norm: float | None = None,
+    half: HalfEncoder | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the ``k`` active latents with the largest scores of each token.
@@ -53,6 +61,8 @@ def exact_topk(
         A latent is active if its score is above its floor.
     largest_norm : float, optional
         The largest Euclidean norm of a row of ``weight``; computed if not given.
+    half : HalfEncoder, optional
+        The encoder in bfloat16, to select candidates with. Affects speed and memory, never the result.
     chunk : int, optional
         Latents per chunk. Affects speed and memory, never the result.
 
@@ -68,7 +78,7 @@ def exact_topk(
     norm = largest_row_norm(weight) if largest_norm is None else largest_norm
     for start in range(0, len(x), ROWS):
         rows = slice(start, start + ROWS)
-        indices[rows], values[rows] = _search_tile(x[rows], weight, bias, k, floor, norm, chunk or COLUMNS)
+        indices[rows], values[rows] = _search_tile(x[rows], weight, bias, k, floor, norm, half, chunk or COLUMNS)
     return indices, values
 
 
@@ -101,35 +111,43 @@ def _sortable(values: Tensor) -> Tensor:
 
 
 def _search_tile(
-    x: Tensor, weight: Tensor, bias: Tensor, k: int, floor: Tensor, norm: float, chunk: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    k: int,
+    floor: Tensor,
+    norm: float,
+    half: HalfEncoder | None,
+    chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    slack = _float32_error(x, bias, norm)
-    candidates, rough = _find_candidates(x, weight, bias, min(k + SPARE, len(weight)), floor, slack, chunk)
-    # with a floor per latent a candidate with a large score may be silent, so all candidates are scored
-    last = k if floor.ndim == 0 else candidates.shape[1]
-    scores = _candidate_scores(x, weight, bias, candidates, rough, last, slack)
-    scores = scores.masked_fill(scores <= _floor_of(floor, candidates), -torch.inf)
-    indices, values = _keep_best(candidates, scores, k)
+    exact_slack = float32_error(x, bias, norm)
+    product = _Product(x, weight, bias, exact_slack, 2.0**-22) if half is None else _half_product(x, half, exact_slack)
+    slack = product.slack
+    token, latent, bar = _find_candidates(product, k, floor, chunk)
+    scores = pair_scores(x, weight, bias, token, latent)
+    active = scores > _floor_of(floor, latent)
+    indices, values = _rank(token[active], latent[active], scores[active], len(x), k)
 
-    # A latent outside the candidates scores at most lowest + slack. It cannot be in the result if that is below the
+    # A latent outside the candidates scores at most bar + slack. It cannot be in the result if that is below the
     # k-th score or below the floor, or if all latents are candidates.
-    lowest = rough[:, -1].double()
+    lowest = bar.double()
     limit = lowest + slack
-    limit += 2.0**-22 * limit.abs()
+    limit += product.unit * limit.abs()
     proven = (limit < values[:, -1].double()) | (lowest == -torch.inf)
     if floor.ndim == 0:
         proven |= limit <= floor.double()
-    if candidates.shape[1] == len(weight):
-        proven.fill_(True)
     proven &= slack.isfinite()
     if not bool(proven.all()):
-        for rows, wide in ((~proven & slack.isfinite(), False), (~proven & ~slack.isfinite(), True)):
+        finite = exact_slack.isfinite()
+        for rows, wide in ((~proven & finite, False), (~proven & ~finite, True)):
             if bool(rows.any()):
-                indices[rows], values[rows] = _search_all(x[rows], weight, bias, k, floor, slack[rows], norm, wide)
-    return indices.masked_fill(values == -torch.inf, SILENT), values.masked_fill(values == -torch.inf, 0.0)
+                bound = exact_slack[rows]
+                indices[rows], values[rows] = _search_all(x[rows], weight, bias, k, floor, bound, norm, wide)
+    silent = values == -torch.inf
+    return indices.masked_fill_(silent, SILENT), values.masked_fill_(silent, 0.0)
 
 
-def _float32_error(x: Tensor, bias: Tensor, norm: float) -> Tensor:
+def float32_error(x: Tensor, bias: Tensor, norm: float) -> Tensor:
     """Return a bound on the error of float32 scores per token, for any order of summation.
 
     The bound is infinite where a partial sum may overflow.
@@ -172,86 +190,99 @@ def input_rounding(x: Tensor) -> float:
     return max(ROUNDING.get(precision, 2.0**-6) for precision in precisions)
 
 
-def _find_candidates(
-    x: Tensor, weight: Tensor, bias: Tensor, m: int, floor: Tensor, slack: Tensor, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """Return ``m`` candidates per token and their float32 scores, decreasing; no other latent scores higher.
+class _Product(NamedTuple):
+    """Factors of the product that selects candidates, and the error of its scores."""
 
-    Only scores above a bar, the m-th best so far, are collected. The bar is raised after 1, 2, 4, 8, … chunks: on
-    average m entries per token are collected between two updates.
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    slack: Tensor  # (N,) float64: absolute error
+    unit: float  # relative error, at least that of rounding the definition to float32
+
+
+def _half_product(x: Tensor, half: HalfEncoder, exact_slack: Tensor) -> _Product:
+    """Round tokens to bfloat16. With x = x₁ + x' and w = w₁ + w', ⟨x, w⟩ = ⟨x₁, w₁⟩ + ⟨x', w⟩ + ⟨x₁, w'⟩."""
+    rounded = x.bfloat16()
+    exact = rounded.float()
+    error, length = ((x - exact).double().norm(dim=1), exact.double().norm(dim=1))
+    # products of rounded factors are exact in float32, and their sum has the error of a float32 product
+    slack = 1.001 * (error * half.norm + length * half.error + half.bias_error + exact_slack)
+    return _Product(rounded, half.weight, half.bias, slack, 2.0**-8)
+
+
+def _find_candidates(product: _Product, k: int, floor: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens and latents of the candidates, and the bar of each token; no other latent scores above the bar.
+
+    The latents of a chunk are divided into lanes of up to ``DEPTH`` evenly spaced rows. The k-th largest of the lane
+    maxima so far is at most the k-th best score. The bar is this value minus twice the rounding error, and never so low
+    that only silent latents are above it. The maximum over each lane is one pass of vector instructions, and only lanes
+    that reach the bar are looked at again.
     """
+    x, weight, bias, slack, unit = product
     n, latents = len(x), len(weight)
     chunk = min(chunk, latents)
     buffer = x.new_empty(n * chunk)
-    candidates = torch.full((n, m), SILENT, device=x.device)
-    rough = x.new_full((n, m), -torch.inf)
+    best = bias.new_full((k, n), -torch.inf, dtype=torch.float32)  # largest lane maxima, decreasing
+    margin = slack.float() * 1.01
+    lowest = floor - margin - 2.1 * unit * floor.abs() if floor.ndim == 0 else torch.full_like(margin, -torch.inf)
+    excluded = ~slack.isfinite()  # tokens that are left to the exhaustive search
     collected: list[tuple[Tensor, Tensor, Tensor]] = []
-    for step, start in enumerate(range(0, latents, chunk), start=1):
+    bar = lowest
+    for start in range(0, latents, chunk):
         stop = min(start + chunk, latents)
         # with latents as rows the matrix product needs less workspace and is slightly faster
         scores = buffer[: n * (stop - start)].view(stop - start, n)
         torch.addmm(bias[start:stop, None], weight[start:stop], x.T, out=scores)
         if floor.ndim == 1:  # the bar cannot check a floor per latent
-            scores.masked_fill_(scores + slack.float() * 1.01 <= floor[start:stop, None], -torch.inf)
-        token, latent, score = _scores_above(scores, m, rough[:, -1] if start else None)
-        collected.append((token, latent + start, score))
-        if step & (step - 1) == 0 or stop == latents or len(token) > n * m:
-            candidates, rough = merge(candidates, rough, *[torch.cat(part) for part in zip(*collected, strict=True)])
-            collected.clear()
-    return candidates, rough
+            scores.masked_fill_(scores + margin + unit * scores.abs() <= floor[start:stop, None], -torch.inf)
+        depth = _lane_depth(stop - start, k)
+        lanes = scores.view(depth, -1, n)
+        maxima = (lanes.amax(0) if depth > 1 else lanes[0]).float()
+        best = _largest(maxima if stop - start == latents else torch.cat([best, maxima]), k)
+        bar = torch.maximum(best[-1] - 2 * margin - 2.1 * unit * best[-1].abs(), lowest)
+        bar = bar.masked_fill_(excluded, torch.inf)
+        hits = maxima >= bar
+        lane, token = hits.nonzero(as_tuple=True)
+        if len(token) > MAX_LANES * n * (k + 4):
+            excluded |= hits.sum(0) > MAX_LANES * (k + 4)
+            bar = bar.masked_fill_(excluded, torch.inf)
+            lane, token = (maxima >= bar).nonzero(as_tuple=True)
+        values = scores.view(depth, -1).index_select(1, lane * n + token).float()
+        level, pair = (values >= bar[token]).nonzero(as_tuple=True)
+        collected.append((token[pair], level * maxima.shape[0] + lane[pair] + start, values[level, pair]))
+    token, latent, score = (torch.cat(part) for part in zip(*collected, strict=True))
+    if len(collected) > 1:  # earlier chunks had a lower bar
+        kept = (score >= bar[token]).nonzero()[:, 0]
+        token, latent = token[kept], latent[kept]
+    return token, latent, bar
 
 
-def _scores_above(scores: Tensor, m: int, bar: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, latents and values of the scores above the ``bar`` of their token, at least the ``m`` largest.
-
-    The latents are divided into lanes of ``DEPTH`` evenly spaced rows. The maximum over each lane is one pass of vector
-    instructions, and after the first chunks few lanes pass the bar. If there is no bar yet, or too many lanes pass it,
-    the m largest scores of each token are returned instead.
-    """
-    height, n = scores.shape
-    if bar is not None and height % DEPTH == 0:
-        lanes = scores.view(DEPTH, height // DEPTH, n)
-        # "not below" instead of "above" keeps NaN, which the exhaustive search handles
-        lane, token = (~(lanes.amax(0) <= bar)).nonzero(as_tuple=True)
-        if len(token) <= 4 * n * m:
-            values = lanes[:, lane, token]
-            depth, pair = (~(values <= bar[token])).nonzero(as_tuple=True)
-            return token[pair], depth * lanes.shape[1] + lane[pair], values[depth, pair]
-    values, latents = _largest_scores(scores, min(m, height))
-    return torch.arange(n, device=scores.device).repeat(len(values)), latents.reshape(-1), values.reshape(-1)
+def _lane_depth(height: int, k: int) -> int:
+    """Return how many latents share a lane: at most ``DEPTH``, with at least 4 k lanes unless a lane is one latent."""
+    depth = DEPTH
+    while depth > 1 and (height % depth or height // depth < 4 * k):
+        depth //= 2
+    return depth
 
 
-def _largest_scores(scores: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Return the ``m`` largest scores of each token and their latents, from the m lanes with the largest maxima."""
-    height, n = scores.shape
-    if height % DEPTH or height // DEPTH <= m:
-        values, latents = scores.topk(m, dim=0, sorted=False)
-        return values, latents
-    lanes = scores.view(DEPTH, height // DEPTH, n)
-    lane = lanes.amax(0).topk(m, dim=0, sorted=False).indices
-    depth = torch.arange(DEPTH, device=scores.device)
-    latents = (depth[:, None, None] * lanes.shape[1] + lane).flatten(0, 1)
-    values, order = scores.gather(0, latents).topk(m, dim=0, sorted=False)
-    return values, latents.gather(0, order)
-
-
-def _candidate_scores(
-    x: Tensor, weight: Tensor, bias: Tensor, candidates: Tensor, rough: Tensor, last: int, slack: Tensor
-) -> Tensor:
-    """Return scores by the definition, shape (N, m); −inf for candidates that cannot be among the ``last`` best."""
-    limit = rough[:, last - 1].double() - 2 * slack
-    possible = ~(rough.double() < (limit - 2.0**-22 * limit.abs())[:, None]) & (candidates != SILENT)
-    token, slot = possible.nonzero(as_tuple=True)
-    scores = torch.full_like(rough, -torch.inf)
-    scores[token, slot] = pair_scores(x, weight, bias, token, candidates[token, slot])
-    return scores
+def _largest(values: Tensor, k: int) -> Tensor:
+    """Return the ``k`` largest values of each column, decreasing, shape (k, N); for small k, ties count once."""
+    if k > MAX_PASSES:
+        values = torch.nn.functional.pad(values, (0, 0, 0, max(0, k - len(values))), value=-torch.inf)
+        return values.topk(k, dim=0).values
+    rows = [values.amax(0)]
+    while len(rows) < k:
+        values = values.masked_fill(values >= rows[-1], -torch.inf)
+        rows.append(values.amax(0))
+    return torch.stack(rows)
 
 
 def pair_scores(x: Tensor, weight: Tensor, bias: Tensor, token: Tensor, latent: Tensor) -> Tensor:
     """Return scores of pairs (token, latent) by the definition: float64 sums in an order that depends only on D."""
-    scores = x.new_empty(len(token), dtype=torch.float64)
-    step = max(1, PAIR_WORKSPACE // max(1, x.shape[1]))
-    product, factor = (x.new_empty(min(step, len(token)), x.shape[1], dtype=torch.float64) for _ in range(2))
+    scores, width = x.new_empty(len(token), dtype=torch.float64), x.shape[1]
+    step = max(1, PAIR_WORKSPACE // max(1, width))
+    rows = min(step, len(token))
+    product, factor = (x.new_empty(rows, width, dtype=torch.float64) for _ in range(2))
     x64 = x.double() if len(token) > len(x) and x.numel() <= 4 * WORKSPACE else None
     for start in range(0, len(token), step):
         t, j = token[start : start + step], latent[start : start + step]
@@ -265,11 +296,23 @@ def pair_scores(x: Tensor, weight: Tensor, bias: Tensor, token: Tensor, latent: 
     return (scores + bias[latent]).float()
 
 
-def _keep_best(latents: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Sort candidates by decreasing score, ties by increasing latent, and keep ``k``."""
-    latents, by_latent = latents.sort(dim=1)
-    order, values = stable_topk(scores.gather(1, by_latent), k)
-    return latents.gather(1, order), values
+def _rank(token: Tensor, latent: Tensor, scores: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Return the ``k`` best of the scored pairs of each token, shape (n, k); −1 and −inf in slots without a pair."""
+    token, latent, scores, rank = _sort_pairs(token, latent, scores, n)
+    kept = (rank < k).nonzero()[:, 0]
+    place = token[kept] * k + rank[kept]
+    indices = torch.full((n * k,), SILENT, device=token.device).index_copy_(0, place, latent[kept])
+    values = scores.new_full((n * k,), -torch.inf).index_copy_(0, place, scores[kept])
+    return indices.view(n, k), values.view(n, k)
+
+
+def _sort_pairs(token: Tensor, latent: Tensor, scores: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort pairs by token, then by decreasing score, then by increasing latent; return them and their rank."""
+    order = ((_sortable(scores) << 32) | (0xFFFFFFFF - latent.clamp(min=0))).argsort(descending=True)
+    order = order[token[order].argsort(stable=True)]  # the primary key is sorted last
+    token, latent, scores = token[order], latent[order], scores[order]
+    first = torch.searchsorted(token, torch.arange(n, device=token.device))
+    return token, latent, scores, torch.arange(len(token), device=token.device) - first[token]
 
 
 def _search_all(
@@ -310,12 +353,7 @@ def merge(indices: Tensor, values: Tensor, token: Tensor, latent: Tensor, scores
     token = torch.cat([listed, token])
     latent = torch.cat([indices.reshape(-1), latent])
     scores = torch.cat([values.reshape(-1), scores])
-    # sort by token, then by decreasing score, then by increasing latent; the primary key is sorted last
-    order = ((_sortable(scores) << 32) | (0xFFFFFFFF - latent.clamp(min=0))).argsort(descending=True)
-    order = order[token[order].argsort(stable=True)]
-    token, latent, scores = token[order], latent[order], scores[order]
-    first = torch.searchsorted(token, torch.arange(n, device=token.device))
-    rank = torch.arange(len(token), device=token.device) - first[token]
+    token, latent, scores, rank = _sort_pairs(token, latent, scores, n)
     kept = rank < k
     return latent[kept].view(n, k), scores[kept].view(n, k)
 

@@ -19,7 +19,8 @@ from torino.core.io import hash_tensors, read_checkpoint, read_json, read_json_l
 from torino.core.tokens import FLOATS
 from torino.core.verified import VerifiedFiles
 from torino.sae.card import SAECard
-from torino.sae.model import SAE, Kind, Normalize, validate_k
+from torino.sae.model import SAE, Kind, Normalize
+from torino.sae.weights import validate_k
 
 CHECKPOINTS = (".pt", ".pth")
 SUFFIXES = (".safetensors", *CHECKPOINTS)

@@ -43,7 +43,7 @@ __all__ = [
     "zero_point_for",
 ]
 
-Prefilter = Literal["auto", "int8", "off"]
+Prefilter = Literal["auto", "int8", "bf16", "off"]
 
 MIN_WEIGHTS = 1 << 23  # with fewer encoder weights the exact search is as fast
 MIN_TOKENS = 16  # with fewer tokens per call the exact search is as fast
@@ -79,7 +79,7 @@ class PrefilterCache:
             The encoder.
         state : object
             A value that changes when the weights change.
-        prefilter : {"auto", "int8", "off"}
+        prefilter : {"auto", "int8", "bf16", "off"}
             "auto" uses the prefilter if it is faster: with a fast product, enough weights and tokens, and enough
             tokens so far to recover the time for quantization.
         tokens : int
@@ -88,7 +88,7 @@ class PrefilterCache:
             Folder of the SAE, see :func:`load_or_quantize`; None for an SAE in memory, which is not cached on disk.
             Weights that were changed after loading are not cached either.
         """
-        if prefilter == "off" or weight.shape[1] > MAX_WIDTH:
+        if prefilter in ("off", "bf16") or weight.shape[1] > MAX_WIDTH:
             return None
         with self._lock:
             return self._get(weight, bias, state, prefilter, tokens, folder)
