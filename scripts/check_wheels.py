@@ -2,7 +2,9 @@
 
 The commands are those of the README's console blocks and of inline code. ``make TARGET`` stands for the torino commands
 of that target of the Makefile. Commands that name a model of the hub are left out, because nothing is downloaded except
-packages. The README's Python blocks run too, and every module that an extra of ``torino[all]`` promises is imported.
+packages. Servers (``torino serve`` and ``explore``) must become healthy and stop cleanly; other commands must end
+within ten minutes. The Python blocks of the README run too, and every module that an extra of ``torino[all]`` promises
+is imported.
 
     python scripts/check_wheels.py dist
 """
@@ -15,9 +17,13 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import venv
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +31,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:\.venv/bin/)?torino [^`\n]+)`")
+SERVERS = (["torino", "serve"], ["torino", "explore"])
+TIMEOUT = 600.0  # seconds for a command
 HUB_MODEL = re.compile(r"--(?:model|tower|clip) +[\w.-]+/[\w.-]+")
 
 
@@ -117,19 +125,60 @@ class Environment:
     def run(self, command: Sequence[str]) -> None:
         """Run a command of the environment in the empty folder, and stop if it fails."""
         began = time.perf_counter()
-        program = self.bin / command[0]
-        done = subprocess.run(
-            [str(program), *command[1:]],
+        shown = shlex.join(command if len(command[-1]) < 200 else [*command[:-1], "…"])
+        process = self._start(command)
+        try:
+            printed, _ = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise SystemExit(f"{process.communicate()[0]}\nNot finished after {TIMEOUT:.0f} s: {shown}") from None
+        print(f"{time.perf_counter() - began:6.1f} s  {shown}", flush=True)
+        if process.returncode:
+            raise SystemExit(f"{printed}\nFailed with exit code {process.returncode}: {shown}")
+
+    def run_server(self, command: Sequence[str]) -> None:
+        """Start a server on a free port, wait until it is healthy, and stop it with SIGINT."""
+        began = time.perf_counter()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        process = self._start([*command, "--port", str(port)])
+        while not (healthy := is_healthy(f"http://127.0.0.1:{port}/health")):
+            if process.poll() is not None or time.perf_counter() - began > TIMEOUT:
+                break
+            time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        try:
+            printed, _ = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            printed = process.communicate()[0]
+        shown = shlex.join(command)
+        print(f"{time.perf_counter() - began:6.1f} s  {shown}", flush=True)
+        if not healthy:
+            raise SystemExit(f"{printed}\nNever became healthy: {shown}")
+        if process.returncode not in (0, 128 + signal.SIGINT):
+            raise SystemExit(f"{printed}\nStopped with exit code {process.returncode}: {shown}")
+
+    def _start(self, command: Sequence[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(self.bin / command[0]), *command[1:]],
             cwd=self.work,
             env=self.environment,
-            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            check=False,
         )
-        shown = shlex.join(command if len(command[-1]) < 200 else [*command[:-1], "…"])
-        print(f"{time.perf_counter() - began:6.1f} s  {shown}", flush=True)
-        if done.returncode:
-            raise SystemExit(f"{done.stdout}{done.stderr}\nFailed with exit code {done.returncode}: {shown}")
+
+
+def is_healthy(url: str) -> bool:
+    """Return whether a server answers 200 at an address."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 def main() -> None:
@@ -162,7 +211,7 @@ def main() -> None:
         environment.run(["python", "-c", f"import {', '.join(sorted(modules))}"])
         environment.run(["python", "-c", "import sys, torino; assert torino.__file__.startswith(sys.prefix)"])
         for command in commands:
-            environment.run(command)
+            (environment.run_server if command[:2] in SERVERS else environment.run)(command)
         environment.run(["python", "-c", readme_python(readme)])
     finally:
         shutil.rmtree(folder, ignore_errors=True)

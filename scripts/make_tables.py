@@ -12,11 +12,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import serving_tables
+from markdown_tables import table
 
 from torino.core.io import write_atomic
 
@@ -30,13 +33,6 @@ BUDGETS = (217, 192, 129, 128, 64, 47)
 def result(name: str) -> dict[str, Any]:
     """Read a result file."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> str:
-    """Format a Markdown table; the first ``left`` columns are aligned to the left."""
-    aligned = ["---"] * left + ["---:"] * (len(heads) - left)
-    lines = [heads, aligned, *[["" if cell is None else str(cell) for cell in row] for row in rows]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def rounded(value: float) -> str:
@@ -197,6 +193,15 @@ def speed_prefill() -> str:
     return table(heads, rows, left=0)
 
 
+def explorer() -> str:
+    found = result("explorer")
+    rows = [[row[0], row[1], *(f"{value:.0f}" for value in row[2:])] for row in found["tables"][0]["rows"]]
+    errors = found["recorded"]["errors"]
+    failed = "no request failed" if not errors else f"{errors} requests failed"
+    heads = ["milliseconds", "count", "median", "95th percentile", "longest"]
+    return f"{table(heads, rows).rstrip()}\n\n{found['recorded']['measured']} {failed[0].upper()}{failed[1:]}.\n"
+
+
 def speed_core() -> str:
     """Cost of the core relative to one matrix product."""
     names = {
@@ -252,6 +257,100 @@ def sae_token_kinds() -> str:
     return table(wanted, rows)
 
 
+# ---------------------------------------------------------------------- the lab's model
+
+
+def lab_questions() -> str:
+    """Twenty questions about the bundled photos."""
+    data = result("lab-questions")
+
+    def marked(text: str, right: bool) -> str:
+        return f"{'✓' if right else '✗'} {text}"
+
+    rows = [
+        [
+            row["photo"],
+            row["question"],
+            row["accepted"][0],
+            marked(row["all tokens"], row["all tokens right"]),
+            marked(row["reduced"], row["reduced right"]),
+        ]
+        for row in data["rows"]
+    ]
+    right = [sum(row[f"{kind} right"] for row in data["rows"]) for kind in ("all tokens", "reduced")]
+    rows.append(["", "**right**", "", *(f"**{count} of {len(data['rows'])}**" for count in right)])
+    heads = ["photo", "question", "right answer", "196 tokens", f"{data['budget']} tokens (`{data['method']}`)"]
+    return table(heads, rows, left=len(heads))
+
+
+def lab_descriptions() -> str:
+    """One sentence about each bundled photo."""
+    data = result("lab-questions")
+    rows = [[row["photo"], row["all tokens"], row["reduced"]] for row in data["descriptions"]]
+    return table(["photo", "196 tokens", f"{data['budget']} tokens (`{data['method']}`)"], rows, left=3)
+
+
+def lab_names() -> str:
+    """Accuracy of concept names in trials with two names."""
+    data = result("concept-names")
+    judged: list[tuple[str, str, dict[str, Any]]] = []
+    if data["sheets"]:
+        judged.append(("contact sheets, labelled blind", "same photos", data["sheets"]))
+    for judge, kinds in data["clip"].items():
+        for distractor in ("same photos", "other"):
+            scores = {kind: kinds[kind][distractor] for kind in ("patches", "captions")}
+            if min(score["trials"] for score in scores.values()) >= 20:
+                judged.append((f"CLIP on crops, {judge}", distractor, scores))
+    rows = [
+        [
+            judge,
+            "in the same photos" if distractor == "same photos" else "anywhere",
+            *(
+                f"{100 * scores[kind]['accuracy']:.0f} % of {scores[kind]['trials']}"
+                for kind in ("patches", "captions")
+            ),
+        ]
+        for judge, distractor, scores in judged
+    ]
+    return table(["judge", "wrong name fires", "names from patches", "names from captions"], rows, left=2)
+
+
+def lab_tasks() -> str:
+    """The lab's model against guessing, on all tasks."""
+    rows = [
+        [
+            row["task"].replace("-", " ", 1),
+            row["metric"],
+            f"{row['questions']:,}",
+            rounded(row["photo"]),
+            rounded(row["no photo"]),
+            rounded(row["one answer"]),
+            "yes" if row["learned"] else "**no**",
+        ]
+        for row in result("lab-tasks")["rows"]
+    ]
+    heads = ["task", "score", "questions", "with the photo", "without it", "one answer to all", "learned"]
+    return table(heads, rows, left=2)
+
+
+def lab_parts() -> str:
+    """Question types of the lab's tasks."""
+    rows: list[list[str]] = []
+    for row in result("lab-tasks")["rows"]:
+        parts = {part: value for part, value in row["parts"].items() if part.startswith("category ")}
+        rows += [
+            [
+                row["task"].replace("-", " ", 1),
+                part.removeprefix("category "),
+                rounded(value),
+                rounded(row["parts without photo"].get(part, 0.0)),
+            ]
+            for part, value in parts.items()
+            if len(parts) > 1
+        ]
+    return table(["task", "question type", "with the photo", "without it"], rows, left=2)
+
+
 REGIONS: dict[str, Callable[[], str]] = {
     "equal-settings": equal_settings,
     "lead": lead,
@@ -262,10 +361,19 @@ REGIONS: dict[str, Callable[[], str]] = {
     "dictionary-sizes": dictionary_sizes,
     "speed-prefill": speed_prefill,
     "speed-core": speed_core,
+    "explorer": explorer,
     "speed-methods": speed_methods,
     "speed-prefilter": speed_prefilter,
     "speed-training": speed_training,
     "sae-token-kinds": sae_token_kinds,
+    "lab-questions": lab_questions,
+    "lab-descriptions": lab_descriptions,
+    "lab-names": lab_names,
+    "serving-transformers": lambda: serving_tables.load_test(result("serving-transformers")),
+    "serving-vllm": lambda: serving_tables.load_test(result("serving-vllm")),
+    "serving-faults": lambda: serving_tables.faults(result("serving-faults")),
+    "lab-tasks": lab_tasks,
+    "lab-parts": lab_parts,
 }
 
 

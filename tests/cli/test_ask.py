@@ -178,7 +178,7 @@ def test_mistakes_on_the_command_line(home: Path, tmp_path: Path, monkeypatch: p
         ({"keep": "lots"}, "25%"),
         ({"keep": "25%", "budget": 4}, "not both"),
         ({"padding": "stretch"}, "'crop' or 'square'"),
-        ({"positions": "mixed"}, "auto, compact or original"),
+        ({"positions": "mixed"}, "auto, compact, original or median"),
         ({"draw": tmp_path / "x.txt"}, ".png"),
         ({"device": "abacus"}, "device"),
         ({"dtype": "int3"}, "dtype"),

@@ -202,9 +202,9 @@ def test_errors_are_one_sentence(home: Path) -> None:
     ("option", "value", "choices"),
     [
         ("--padding", "stretch", "'crop', 'square'"),
-        ("--positions", "none", "'auto', 'compact', 'original'"),
-        ("--attention", "heavy", "'auto', 'plain', 'proportional'"),
-        ("--prefilter", "fast", "'auto', 'int8', 'off', 'both'"),
+        ("--positions", "none", "'auto', 'compact', 'original', 'median'"),
+        ("--attention", "heavy", "'auto', 'plain', 'proportional', 'restore'"),
+        ("--prefilter", "fast", "'auto', 'int8', 'bf16', 'off', 'both'"),
     ],
 )
 def test_unknown_choices_are_usage_errors(home: Path, option: str, value: str, choices: str) -> None:

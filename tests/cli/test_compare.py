@@ -202,8 +202,8 @@ def test_errors_are_one_sentence(home: Path, options: list[str], expected: str) 
     ("option", "value", "choices"),
     [
         ("--padding", "round", "'crop', 'square'"),
-        ("--positions", "own", "'auto', 'compact', 'original'"),
-        ("--attention", "heavy", "'auto', 'plain', 'proportional'"),
+        ("--positions", "own", "'auto', 'compact', 'original', 'median'"),
+        ("--attention", "heavy", "'auto', 'plain', 'proportional', 'restore'"),
     ],
 )
 def test_unknown_choices_are_usage_errors(home: Path, option: str, value: str, choices: str) -> None:

@@ -142,8 +142,8 @@ def test_errors_are_one_sentence(home: Path, tmp_path: Path) -> None:
     ("option", "value", "choices"),
     [
         ("--padding", "stretch", "'crop', 'square'"),
-        ("--positions", "own", "'auto', 'compact', 'original'"),
-        ("--attention", "heavy", "'auto', 'plain', 'proportional'"),
+        ("--positions", "own", "'auto', 'compact', 'original', 'median'"),
+        ("--attention", "heavy", "'auto', 'plain', 'proportional', 'restore'"),
         ("--prompts", "mine", "'auto', 'plain', 'standard', 'vlmevalkit', 'llava'"),
         ("--on-error", "cry", "'skip', 'stop'"),
     ],

@@ -36,6 +36,7 @@ def test_an_error_is_one_sentence_with_exit_code_2() -> None:
         ("reduce",),
         ("calibrate",),
         ("eval", "--model", "lab", "--tasks", "POPE", "-o", "never-written"),
+        ("serve",),
         ("bench",),
         ("bench", "--sae", "none"),
     ],

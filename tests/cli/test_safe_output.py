@@ -53,7 +53,7 @@ def test_console_shows_control_characters(kind: str, width: int) -> None:
     [
         ("look", HOSTILE),
         ("ask", HOSTILE, "what ?"),
-        ("reduce", HOSTILE),
+        ("reduce", HOSTILE, "-o", "x"),
         ("info", HOSTILE),
         ("export", HOSTILE, "x"),
         ("report", HOSTILE),

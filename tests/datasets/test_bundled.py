@@ -14,7 +14,7 @@ from torino import SAE, make
 from torino.datasets.bundled import PHOTOS, example_folder, example_sae, example_tokens
 from torino.datasets.images import open_image
 
-MAX_WHEEL_SIZE = 3_000_000
+MAX_WHEEL_SIZE = 3_400_000
 
 
 def test_contents() -> None:

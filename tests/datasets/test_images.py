@@ -303,3 +303,14 @@ def test_as_seen_inverts_the_processor() -> None:
     assert np.array_equal(np.asarray(seen), np.asarray(photo))
     assert as_seen({"pixel_values": torch.zeros(4, 12)}, processor, [photo]) == [photo]
     assert as_seen({}, processor, [photo]) == [photo]
+
+
+def test_the_size_is_read_from_the_header() -> None:
+    from torino.datasets.images import image_size
+
+    file = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(file, "PNG")
+    cut = file.getvalue()[:60]  # the header alone
+    assert image_size(file.getvalue()) == image_size(cut) == (30, 20)
+    with pytest.raises(BadFile, match="not an image"):
+        image_size(b"something else")

@@ -24,6 +24,7 @@ from torino.evaluation import (
     score_interval,
     seed_interval,
 )
+from torino.evaluation.statistics import holm
 
 
 def percent(sums: np.ndarray) -> np.ndarray:
@@ -333,3 +334,16 @@ def test_nine_full_size_benchmarks_are_fast() -> None:
     method = {str(n): accuracy(answers(50 + n, size, 0.58)) for n, size in enumerate(sizes)}
     result = relative_interval(method, full, draws=10_000)
     assert result.low < result.value < result.high
+
+
+def test_p_values_are_corrected_for_their_number() -> None:
+    assert holm([]) == []
+    assert holm([0.2]) == [0.2]
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])  # Holm (1979), by hand
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        p = rng.random(7).round(2).tolist()  # with ties
+        corrected = holm(p)
+        assert all(a <= b for a, b in zip(p, corrected, strict=True))
+        assert all(np.diff(np.array(corrected)[np.argsort(p)]) >= 0)  # their order stays

@@ -255,7 +255,7 @@ def test_generation_options_of_kits() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reducer": "torino-m"}, "sae=FOLDER"),
+        ({"reducer": "torino-m"}, "needs an SAE: a folder"),
         ({"reducer": "random", "sae": "none"}, "no effect"),
         ({"reducer": "none", "budget": 3}, "no effect"),
         ({"reducer": "none", "sae": "none"}, "no effect"),
@@ -264,8 +264,8 @@ def test_generation_options_of_kits() -> None:
         ({"reducer": "cdpruner(budget=3)"}, "needs the CLIP that reads it"),
         ({"reducer": "random(budget=3)", "clip": "x"}, "no effect"),
         ({"reducer": "none", "padding": "stretch"}, "crop or square"),
-        ({"reducer": "none", "positions": "odd"}, "compact or original"),
-        ({"reducer": "none", "attention": "odd"}, "plain or proportional"),
+        ({"reducer": "none", "positions": "odd"}, "compact, original or median"),
+        ({"reducer": "none", "attention": "odd"}, "plain, proportional or restore"),
         ({"reducer": "none", "device": "abacus"}, "device"),
     ],
 )

@@ -25,6 +25,9 @@ def script(file: str) -> Any:
     assert spec
     assert spec.loader
     module = module_from_spec(spec)
+    folder = str(ROOT / "scripts")
+    if folder not in sys.path:  # scripts import each other
+        sys.path.append(folder)
     spec.loader.exec_module(module)
     return module
 

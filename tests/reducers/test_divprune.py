@@ -161,7 +161,11 @@ def test_projected_space() -> None:
     reducer = DivPrune(10, space="projected", order="native")
     assert reducer.plan(both).sources.tolist() == picks(tokens_of(projected), 10)
     assert reducer.plan(both).sources.tolist() != picks(tokens, 10)
-    assert DivPrune(10, order="native").plan(both).sources.tolist() == picks(tokens, 10)
+    assert DivPrune(10, space="features", order="native").plan(both).sources.tolist() == picks(tokens, 10)
+    auto = DivPrune(10, order="native")
+    assert auto.plan(both).sources.tolist() == reducer.plan(both).sources.tolist()
+    assert auto.plan(tokens).sources.tolist() == picks(tokens, 10)
+    assert (auto.needs, auto.optional) == (frozenset(), {"projected"})
     assert reducer.needs == {"projected"}
     assert DivPrune(10).needs == DivPrune.needs == frozenset()
     assert make(reducer.spec).needs == {"projected"}
@@ -214,7 +218,7 @@ def test_errors() -> None:
             DivPrune(budget)  # type: ignore[arg-type]
     with pytest.raises(BadParameter, match="order must be one of 'raster', 'native', got 'spiral'"):
         DivPrune(3, order="spiral")  # type: ignore[arg-type]
-    with pytest.raises(BadParameter, match="space must be one of 'features', 'projected', got 'hidden'"):
+    with pytest.raises(BadParameter, match="space must be one of 'auto', 'features', 'projected', got 'hidden'"):
         DivPrune(3, space="hidden")  # type: ignore[arg-type]
     with pytest.raises(UnmetBudget, match="divprune cannot give 5 tokens: the image has only 4 patches"):
         DivPrune(5).plan(tokens_of(torch.eye(4)))

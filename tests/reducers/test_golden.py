@@ -21,7 +21,7 @@ from torino import SAE, Reduction, VisualTokens, list_reducers, make
 from torino.core.concepts import RawEmbedding
 from torino.core.errors import UnmetBudget
 from torino.datasets.bundled import example_sae, example_tokens
-from torino.reducers import Reducer, as_in_tower, get
+from torino.reducers import Downsample, Reducer, as_in_tower, get
 from torino.testing import sample_tokens, simulate_tower
 
 FILE = Path(__file__).with_name("golden_plans.safetensors")
@@ -31,19 +31,26 @@ BUDGETS = (5, 16)
 EXAMPLE_BUDGET = 64
 # Settings besides the budgets, on the images of sample_tokens.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "apet": [{"basis": 2, "order": "native"}, {"seed": 3}],
     "cdpruner": [{"relevance": "none"}, {"theta": 0.5, "negate": False}, {"space": "projected"}],
     "divprune": [{"space": "projected"}, {"order": "native"}],
     "fastervlm": [{"order": "native"}],
     "folder": [{"metric": "keys", "class_token": True}, {"log_size_scale": "always"}],
     "folder-full": [{"alpha": 0.5, "order": "native"}],
+    "folder-tower": [{"alpha": 0.5, "order": "native"}],
     "gtp": [{"graph": "semantic", "neighbors": 3, "hops": 3}, {"select": "cosine"}],
     "gtp-tower": [{"graph": "spatial", "alpha": 0.3}, {"proportional": False, "order": "native"}],
     "hiprune": [{"alpha": 1.0}, {"alpha": 1.0, "fidelity": "paper"}],
     "hired": [{"order": "native"}],
+    "holov": [{"runs": 4, "order": "native"}, {"space": "projected"}],
+    "pool": [{"keep_norm": True}, {"order": "native"}],
+    "mmtok": [{"image_weight": 0.0}, {"order": "native"}],
     "prumerge": [{"budget": None}, {"budget": None, "extra_token": False, "neighbors": 3}],
     "prumerge-plus": [{"budget": None}, {"order": "native"}],
     "prunesid": [{"fidelity": "paper"}, {"decomposition": "randomized", "budget": 16}],
     "random": [{"seed": 1, "order": "native"}],
+    "restore": [{"pruner": "divprune"}, {"order": "native"}],
+    "scissor": [{"budget": None}, {"budget": None, "tau": 0.5, "order": "native"}],
     "scope": [{"alpha": 0.0}, {"order": "native"}],
     "scts": [{"coverage": "binary"}, {"m": 4, "order": "native"}],
     "tome": [{"steps": None, "step_order": "raster"}, {"class_token": False}],
@@ -77,6 +84,8 @@ def build(name: str, sae: SAE | RawEmbedding, parameters: dict[str, Any]) -> Red
 
 
 def plan(reducer: Reducer, image: VisualTokens) -> Reduction:
+    if isinstance(reducer, Downsample):
+        return reducer.plan_grid(image.grid)[1]
     in_tower = as_in_tower(reducer)
     return reducer.plan(image) if in_tower is None else simulate_tower(in_tower, image)[1]
 

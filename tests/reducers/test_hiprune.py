@@ -15,7 +15,7 @@ FIDELITIES = ("released", "paper")
 
 
 def image(
-    middle: list[float] | Tensor, deep: list[float] | Tensor, grid: tuple[int, int], block: int = 8
+    middle: list[float] | Tensor, deep: list[float] | Tensor, grid: tuple[int, int], block: int | str = "9/24"
 ) -> VisualTokens:
     n = grid[0] * grid[1]
     signals = {
@@ -167,7 +167,7 @@ def test_permutation_equivariance_only_without_anchors() -> None:
         assert (set(shuffled[moved].tolist()) == set(plain.tolist())) == equivariant
 
 
-def with_signals(block: int = 8) -> list[VisualTokens]:
+def with_signals(block: int | str = "9/24") -> list[VisualTokens]:
     generator = torch.Generator().manual_seed(5)
     return [
         tokens.with_(
@@ -190,7 +190,7 @@ def test_contract(budget: int, order: str, fidelity: str) -> None:
 def test_another_object_block() -> None:
     reducer = HiPrune(6, object_block=3)
     assert reducer.needs == {"received_attention", "received_attention@3"}
-    assert HiPrune.needs == {"received_attention", "received_attention@8"}
+    assert HiPrune.needs == {"received_attention", "received_attention@9/24"}
     check_reducer(reducer, with_signals(3))
 
 

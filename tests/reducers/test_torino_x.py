@@ -149,9 +149,9 @@ def test_spec_includes_locality_and_proportional_attention() -> None:
 
 
 def test_proportional_attention_is_a_parameter() -> None:
-    assert TorinoX(RAW).proportional_attention
-    assert not TorinoX(RAW, proportional=False).proportional_attention
-    assert not make("torino-m", sae=RAW).proportional_attention
+    assert TorinoX(RAW).attention_mode == "proportional"
+    assert TorinoX(RAW, proportional=False).attention_mode == "plain"
+    assert make("torino-m", sae=RAW).attention_mode == "plain"
 
 
 @pytest.mark.filterwarnings("error")

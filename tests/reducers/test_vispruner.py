@@ -45,7 +45,10 @@ def reference(
     important, residual = ranked[: int(budget * ratio)], ranked[int(budget * ratio) :]
     expected = budget - len(important)
     represented_by: dict[int, int] = {}
-    if expected == 0:
+    if expected == 0:  # without diverse patches, each dropped one is represented by the most similar important one
+        for patch in residual:
+            values = [round(cosine(rows[patch], rows[kept]), 7) for kept in sorted(important)]
+            represented_by[patch] = sorted(important)[values.index(max(values))]
         return important, [], represented_by
     while len(residual) > expected:
         excess = min(8, len(residual) - expected)

@@ -17,7 +17,15 @@ from torino.evaluation.protocol import Setting, matched_settings
 from torino.evaluation.runner import RunPlan
 from torino.evaluation.tasks import Task, open_task
 
-QUALITY = {"full": 0.95, "torino-m": 0.92, "torino-p": 0.9, "visionzip": 0.86, "prunesid": 0.87, "random": 0.72}
+QUALITY = {
+    "full": 0.95,
+    "torino-m": 0.92,
+    "torino-p": 0.9,
+    "visionzip": 0.86,
+    "prunesid": 0.87,
+    "random": 0.72,
+    "downsample": 0.7,
+}
 METHODS = ["torino-p", "torino-m", "random", "visionzip", "prunesid"]
 MEAN_LENGTHS = {"3,3": 217, "2,2": 129, "1,1": 47}
 
@@ -46,12 +54,13 @@ def write_task(folder: Path, name: str, questions: int) -> Task:
     return open_task(path)
 
 
-def plan_settings(saes: list[str]) -> tuple[list[Setting], list[Setting]]:
+def plan_settings(saes: list[str], methods: list[str] = METHODS) -> tuple[list[Setting], list[Setting]]:
     """Return the settings of the first and the second phase of a run."""
-    plan = RunPlan(METHODS, dynamic=[(3, 3), (2, 2), (1, 1)], fixed=[192, 64], seeds=3)
+    plan = RunPlan(methods, dynamic=[(3, 3), (2, 2), (1, 1)], fixed=[192, 64], seeds=3)
     first = plan.first_settings(saes)
     references = {setting.tier: setting for setting in first if setting.reference}
-    return first, matched_settings(METHODS, MEAN_LENGTHS, references, saes, 3)
+    lengths = {tier: MEAN_LENGTHS[tier.split()[0]] for tier in references}  # with several SAEs "3,3 [label]"
+    return first, matched_settings(methods, lengths, references, saes, 3)
 
 
 def draw_length(setting: Setting, factor: float, rng: np.random.Generator) -> int:
@@ -60,7 +69,7 @@ def draw_length(setting: Setting, factor: float, rng: np.random.Generator) -> in
         return 576
     if setting.budget is not None:
         return setting.budget
-    return int(np.clip(MEAN_LENGTHS[setting.tier] * factor * rng.lognormal(0, 0.25), 4, 570))
+    return int(np.clip(MEAN_LENGTHS[setting.tier.split()[0]] * factor * rng.lognormal(0, 0.25), 4, 570))
 
 
 def accuracy(setting: Setting, tokens: int) -> float:
@@ -77,12 +86,13 @@ def write_synthetic_run(
     saes: tuple[str, ...] = ("x64",),
     answered: float = 1.0,
     model: str = "llava-hf/llava-1.5-7b-hf",
+    methods: list[str] = METHODS,
 ) -> Path:
     """Write a run folder with random answers, correct with a probability that depends on method and tokens."""
     data = folder.parent / f"{folder.name}-data"
     data.mkdir(parents=True)
     opened = [write_task(data, name, questions) for name in tasks]
-    first, second = plan_settings(list(saes))
+    first, second = plan_settings(list(saes), methods)
     metadata: dict[str, Any] = {
         "format": "torino-run/1",
         "torino": "0.1.0",
@@ -96,7 +106,10 @@ def write_synthetic_run(
         "limit": None,
         "versions": {"python": "3.11", "torch": "2.13.0", "transformers": "5.22.2"},
         "hardware": {"machine": "x86_64", "cores": 2, "gpu": None},
-        "saes": {label: {"latents": 1024 * int(label[1:]), "kind": "matryoshka-batch-topk"} for label in saes},
+        "saes": {
+            label: {"latents": 1024 * int(label[1:] if label[1:].isdigit() else 4), "kind": "matryoshka-batch-topk"}
+            for label in saes
+        },
         "tasks": [
             task.for_model(None).describe() | {"kind": task.kind, "path": str(task.source), "max_new_tokens": 32}
             for task in opened

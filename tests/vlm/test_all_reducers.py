@@ -10,7 +10,7 @@ import torch
 from tests.support import tiny
 from torino import RawEmbedding, list_reducers, make
 from torino.core.errors import MissingSignal
-from torino.vlm import reduced
+from torino.vlm import WordText, reduced
 
 BUDGET = 6
 
@@ -21,8 +21,6 @@ def make_reducer(name: str) -> Any:
         options["sae"] = RawEmbedding()
     if name == "cdpruner":
         options["relevance"] = "none"
-    if name == "hiprune":
-        options["object_block"] = 0
     return make(name, **options)
 
 
@@ -31,7 +29,8 @@ def test_model_answers_with_every_reducer(name: str) -> None:
     model = tiny.llava()
     ids = torch.tensor([[1, 5, *[model.config.image_token_id] * 16, 7, 8]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": tiny.pixels(1)}
-    with reduced(model, make_reducer(name)) as trace:
+    query = WordText(lambda text, **options: {"input_ids": [5, 7]}).query("?") if name == "mmtok" else None
+    with reduced(model, make_reducer(name), text_query=query) as trace:
         out = model.generate(**inputs, max_new_tokens=3, do_sample=False)
     assert out.shape == (1, ids.shape[1] + 3)
     assert (trace.before, trace.after) == (16, BUDGET)

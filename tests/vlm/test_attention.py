@@ -18,7 +18,7 @@ from torino import Reduction, make
 from torino.core.errors import BadParameter
 from torino.vlm import apply, reduced, remove
 from torino.vlm.adapters.base import adapter_for
-from torino.vlm.attention import attention_bias, log_sizes, uses_proportional
+from torino.vlm.attention import AttentionBias, attention_bias, log_sizes, uses_proportional
 
 MERGED = Reduction.of([{0: 1.0}, {**dict.fromkeys(range(1, 9), 0.125)}, {9: 0.5, 10: 0.5}, {15: 1.0}], (4, 4))
 
@@ -52,7 +52,7 @@ def test_equals_repeated_tokens(attention: str) -> None:
     model = tiny.llava(attention=attention)
     states = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(1))
     counts = [1, 3, 1, 17, 2, 1]
-    with attention_bias(model, torch.tensor([counts]).float().log()):
+    with attention_bias(model, AttentionBias(torch.tensor([counts]).float().log())):
         got = model.lm_head(model.model.language_model(inputs_embeds=states).last_hidden_state)
         assert hooks(model) == 2
     assert hooks(model) == 0
@@ -90,8 +90,13 @@ def test_lasts_for_the_whole_answer(mode: str, positions: Any) -> None:
 def test_no_effect_on_tokens_of_one_patch(mode: str) -> None:
     model, inputs = tiny.llava(), tiny.prompt(*ROWS)
     assert same(proportional(model, inputs, Identity(), **MODES[mode]), ask(model, inputs, **MODES[mode]))
-    reducer = make("divprune(budget=5)")
+    reducer = Fixed(Reduction.pick(torch.tensor([0, 3, 5]), (4, 4), "by hand"))
     assert same(proportional(model, inputs, reducer, **MODES[mode]), ask(model, inputs, reducer, **MODES[mode]))
+
+
+def test_effect_on_tokens_that_represent_dropped_patches() -> None:
+    model, inputs, reducer = tiny.llava(), tiny.prompt(*ROWS), make("divprune(budget=5)")
+    assert not same(proportional(model, inputs, reducer), ask(model, inputs, reducer))
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
@@ -131,7 +136,7 @@ def test_other_threads_are_not_affected() -> None:
     stock = model.generate(**inputs, max_new_tokens=5)
     seen: list[Tensor] = []
     other = threading.Thread(target=lambda: seen.append(model.generate(**inputs, max_new_tokens=5)))
-    with attention_bias(model, torch.full((1, 9), 3.0)):
+    with attention_bias(model, AttentionBias(torch.full((1, 9), 3.0))):
         other.start()
         other.join()
     assert torch.equal(seen[0], stock)
@@ -177,7 +182,7 @@ def test_unsupported_attention_is_refused() -> None:
 
 def test_registers_represent_no_patch() -> None:
     ids = torch.tensor([[5, *[tiny.IMAGE] * 6, 6]])
-    added = log_sizes({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, tiny.IMAGE, [MERGED], [6])
+    added = log_sizes({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, tiny.IMAGE, [MERGED.sizes], [6])
     assert torch.allclose(added.exp(), torch.tensor([[1.0, 1, 1, 1, 8, 2, 1, 1]]))
 
 
@@ -195,20 +200,10 @@ def test_auto_follows_the_reducer() -> None:
     for reducer in (on, off):
         assert uses_proportional("proportional", reducer, adapter)
         assert not uses_proportional("plain", reducer, adapter)
-    assert not uses_proportional("auto", on, adapter_for(tiles("llava_next")))
-    with pytest.raises(BadParameter, match="auto, plain or proportional"):
+    assert uses_proportional("auto", on, adapter_for(tiles("llava_next")))
+    with pytest.raises(BadParameter, match="auto, plain, proportional or restore"):
         uses_proportional("heavy", on, adapter)  # type: ignore[arg-type]
     model, inputs = tiny.llava(), tiny.prompt("ab#cd")
     own = ask(model, inputs, on, positions="auto")
     assert same(own, proportional(model, inputs, off, "auto"))
     assert not torch.allclose(own.logits[0], ask(model, inputs, off, positions="auto").logits[0], atol=1e-3)
-
-
-def test_models_of_tiles_are_refused() -> None:
-    from tests.support.tiny_tiles import make_model as tiles
-
-    with (
-        pytest.raises(BadParameter, match="use tiles"),
-        reduced(tiles("llava_next"), Identity(), attention="proportional"),
-    ):
-        pass

@@ -253,7 +253,7 @@ def test_signatures_are_unchanged(model: Any) -> None:
 def test_wrong_arguments_are_refused(model: Any) -> None:
     with pytest.raises(BadParameter, match=r"reducer must be a Reducer, such as .* got str"):
         apply(model, "torino-m")  # type: ignore[arg-type]
-    with pytest.raises(BadParameter, match="positions must be auto, compact or original"):
+    with pytest.raises(BadParameter, match="positions must be auto, compact, original or median"):
         apply(model, Ragged(), positions="both")  # type: ignore[arg-type]
     with pytest.raises(TorinoError, match="No model family is called 'llama'"):
         adapter_for(model.model.language_model)

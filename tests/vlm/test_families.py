@@ -102,19 +102,21 @@ def test_session_equals_reduced(family: str) -> None:
         for name, reducer in REDUCERS.items():
             if name == "merge" and any(count % 2 for count in _units(model, inputs)):
                 reducer = make("random(budget=2)")
-            for positions in ("compact", "original"):
-                vlm = VLM(model, _Decoder(), positions=positions)  # type: ignore[arg-type]
+            for positions in ("compact", "original", "median"):
+                attention = "restore" if positions == "median" and family != "gemma3" else "auto"
+                host: dict[str, Any] = {"positions": positions, "attention": attention}
+                vlm = VLM(model, _Decoder(), **host)
                 given = Inputs(dict(inputs), ("",) * rows)
                 for mode, options in GENERATION.items() if single else [("greedy", {})]:
                     generation = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [image_token]} | options
                     if options.get("max_length"):
                         generation |= {"max_length": length + 4}
-                    with reduced(model, reducer, positions=positions):  # type: ignore[arg-type]
+                    with reduced(model, reducer, **host):
                         expected = model.generate(**inputs, **generation)[:, length:]
                     output = vlm.generate(given, [vlm.reduce(vlm.encode(given, [reducer]), reducer)], **generation)
                     assert torch.equal(output.ids, expected), (family, name, positions, mode)
                     compared += 1
-    assert compared >= 2 * len(REDUCERS) * (len(GENERATION) + 1) - 8
+    assert compared >= 3 * len(REDUCERS) * (len(GENERATION) + 1) - 8
 
 
 @pytest.mark.parametrize("family", MODELS)

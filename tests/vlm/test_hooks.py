@@ -15,7 +15,7 @@ from tests.support import tiny
 from torino import TorinoError
 from torino.core.errors import MissingSignal
 from torino.core.timing import recording
-from torino.vlm.hooks import CapturedFeatures, capture, tower_layout
+from torino.vlm.hooks import CapturedFeatures, capture, signal_block, tower_layout
 
 TOWERS = ("clip", "siglip", "dinov2", "registers")
 PREFIX = {"clip": 1, "siglip": 0, "dinov2": 1, "registers": 1 + tiny.REGISTERS}
@@ -316,3 +316,14 @@ def test_other_signals_of_the_attention_map() -> None:
         mean = sum(k[1:, h * size : (h + 1) * size] for h in range(parts.heads)) / parts.heads
         assert torch.allclose(captured["head_keys@1"][i], mean, atol=1e-6)
         assert captured["attention@1"][i].shape == (parts.heads, tokens - 1, tokens - 1)
+
+
+@pytest.mark.parametrize(("blocks", "block"), [(24, 8), (12, 4), (27, 9), (2, 0), (1, 0)])
+def test_blocks_can_be_scaled_to_the_depth(blocks: int, block: int) -> None:
+    assert signal_block("received_attention@9/24", 0, blocks) == block
+
+
+@pytest.mark.parametrize("name", ["keys@0/24", "keys@25/24", "keys@9/", "keys@/9", "keys@9/0"])
+def test_wrong_share_of_the_depth(name: str) -> None:
+    with pytest.raises(MissingSignal, match="does not name a block"):
+        signal_block(name, 0, 12)

@@ -33,8 +33,8 @@ PLACEHOLDER_BUDGET = 1 << 20  # of a reducer whose budget KeepShare sets for eac
 
 # The same choices as in torino.vlm and torino.datasets, which need torch.
 PaddingChoice = Literal["crop", "square"]
-PositionsChoice = Literal["auto", "compact", "original"]
-AttentionChoice = Literal["auto", "plain", "proportional"]
+PositionsChoice = Literal["auto", "compact", "original", "median"]
+AttentionChoice = Literal["auto", "plain", "proportional", "restore"]
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
 ImageArgument = Annotated[
@@ -80,11 +80,17 @@ PaddingOption = Annotated[
 ]
 PositionsOption = Annotated[
     PositionsChoice,
-    typer.Option(help="compact: renumber tokens; original: keep their positions; auto: follow the method."),
+    typer.Option(
+        help="compact: renumber tokens; original: keep their positions; median: original, merged tokens at the median "
+        "of their patches; auto: follow the method."
+    ),
 ]
 AttentionOption = Annotated[
     AttentionChoice,
-    typer.Option(help="proportional: attend to a merged token as to all its patches; auto: follow the method."),
+    typer.Option(
+        help="proportional: attend to a merged token as to all its patches; restore: and calibrate by distance "
+        "(RESTORE); auto: follow the method."
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")]
 DtypeOption = Annotated[DtypeChoice | None, typer.Option(help="Default: float32 on the CPU, else the checkpoint's.")]
@@ -115,32 +121,21 @@ def warn(text: str) -> None:
 
 def find_package(model: str | None) -> ModelPackage | None:
     """Return the installed model package of this name, if there is one."""
-    if model is None:
-        return None
-    from torino.vlm.loading import model_package, model_packages
+    from torino.vlm import saes
 
-    return model_package(model) if model in model_packages() or model == LAB else None
+    return saes.find_package(model)
 
 
 def load_sae(name: str, levels: int | None = None, device: Any = "cpu", *, decoder: bool = False) -> ConceptEncoder:
     """Load an SAE: folder, file, hub repository, model package (``lab``), ``example``, or ``none`` for no SAE."""
-    from torino.core.concepts import RawEmbedding
-    from torino.datasets.bundled import example_sae
     from torino.sae import SAE
+    from torino.vlm.saes import load_encoder
 
-    if not name.strip():
-        raise BadParameter("The name of the SAE is empty. Give a folder, a file or a hub repository.")
-    if name == NO_SAE:
-        if levels is not None:
-            raise BadParameter("--levels selects Matryoshka levels of an SAE, and --sae is none. Omit one of them.")
-        return RawEmbedding()
-    package = find_package(name)
-    if package is not None:
-        if package.sae is None:
-            raise BadParameter(f"The model package {name!r} has no SAE. Give a folder, a file or a hub repository.")
-        loaded = SAE.load(package.sae(), decoder=decoder)
-    else:
-        loaded = example_sae() if name == "example" else SAE.load(name, decoder=decoder)
+    if name == NO_SAE and levels is not None:
+        raise BadParameter("--levels selects Matryoshka levels of an SAE, and --sae is none. Omit one of them.")
+    loaded = load_encoder(name, decoder=decoder)
+    if not isinstance(loaded, SAE):
+        return loaded
     return (loaded if levels is None else loaded.first(levels)).to(device)
 
 
@@ -178,6 +173,24 @@ def all_methods(*, sae: bool, clip: bool, tower: bool = True) -> tuple[list[str]
     }
     notes = [f"Left out: {', '.join(group)}, {reason}." for reason, group in left_out.items() if group]
     return [name for name in names if not any(name in group for group in left_out.values())], notes
+
+
+def expand_methods(words: Sequence[str], *, sae: bool, clip: bool) -> tuple[list[str], list[str], list[str]]:
+    """Return the names and the specs of ``--methods``, and notes about methods of ``all`` that cannot run."""
+    from torino.reducers import get
+
+    if not words:
+        raise BadParameter("--methods is empty. Name methods, all, or none to run the baseline alone.")
+    names, specs = [word for word in words if "(" not in word], [word for word in words if "(" in word]
+    notes: list[str] = []
+    if "all" in names:
+        every, notes = all_methods(sae=sae, clip=clip)
+        names = [*every, *(name for name in names if name not in ("all", *every))]
+    elif list(words) == ["none"]:
+        names = []
+    for name in names:
+        get(name)
+    return names, specs, notes
 
 
 def named_methods(words: Sequence[str]) -> list[str]:
@@ -294,17 +307,9 @@ def check_image_path(option: str, path: Path) -> Path:
 @contextmanager
 def quiet_transformers() -> Generator[Any]:
     """Yield transformers with its progress bars, advice and warnings, and those of the hub client, turned off."""
-    from torino.vlm.loading import transformers
+    from torino.vlm.loading import quiet_loading
 
-    library = transformers()
-    import huggingface_hub
-
-    library.logging.set_verbosity_error()
-    library.logging.disable_progress_bar()
-    huggingface_hub.logging.set_verbosity_error()
-    huggingface_hub.utils.disable_progress_bars()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet_loading() as library:
         yield library
 
 
@@ -368,7 +373,7 @@ def split_list(text: str) -> list[str]:
     return [word for word in words if word]
 
 
-def parse_pair(text: str) -> tuple[int, int]:
+def parse_pair(text: str, option: str = "--kd") -> tuple[int, int]:
     """Parse one pair ``k,delta``.
 
     Examples
@@ -378,11 +383,11 @@ def parse_pair(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"\s*(\d{1,9})\s*,\s*(\d{1,9})\s*", text)
     if match is None or not 1 <= int(match[2]) <= int(match[1]):
-        raise BadParameter(f"--kd takes k,delta with delta from 1 to k, such as 2,2, got {text!r}.")
+        raise BadParameter(f"{option} takes k,delta with delta from 1 to k, such as 2,2, got {text!r}.")
     return int(match[1]), int(match[2])
 
 
-def parse_pairs(text: str) -> list[tuple[int, int]]:
+def parse_pairs(text: str, option: str = "--kd") -> list[tuple[int, int]]:
     """Parse pairs ``k,delta`` separated by spaces; ``none`` gives an empty list.
 
     Examples
@@ -390,7 +395,7 @@ def parse_pairs(text: str) -> list[tuple[int, int]]:
     >>> parse_pairs("3,3 2,1"), parse_pairs("none")
     ([(3, 3), (2, 1)], [])
     """
-    return [] if text.strip() == "none" else [parse_pair(word) for word in text.split()]
+    return [] if text.strip() == "none" else [parse_pair(word, option) for word in text.split()]
 
 
 def parse_budgets(option: str, text: str) -> list[int]:

@@ -57,7 +57,7 @@ EPILOG = examples(
     "torino plot bench.json -o figures",
     "torino bench --methods torino-m --prefilter both",
 )
-PrefilterChoice = Literal["auto", "int8", "off", "both"]
+PrefilterChoice = Literal["auto", "int8", "bf16", "off", "both"]
 NOISE = (480, 640)  # height and width of generated images
 
 

@@ -20,10 +20,10 @@ from torino.cli._common import (
     ModelOption,
     PaddingOption,
     PositionsOption,
-    all_methods,
     check_sae_names,
     errors,
     examples,
+    expand_methods,
     find_package,
     load_sae,
     load_session,
@@ -82,6 +82,13 @@ def evaluate(
         ),
     ] = None,
     budget: Annotated[str, typer.Option(help="Fixed budgets separated by commas, or 'none'.")] = "192,128,64",
+    budget_kd: Annotated[
+        str,
+        typer.Option(
+            "--budget-kd",
+            help="k,delta of TORINO at the fixed budgets: one pair, or one per budget (the paper: '3,3 2,2 1,1').",
+        ),
+    ] = "2,2",
     matched: Annotated[
         bool, typer.Option(help="Run all methods at the mean lengths of dynamic TORINO, or TORINO alone.")
     ] = True,
@@ -121,36 +128,27 @@ def evaluate(
     if output.exists() and not output.is_dir():
         raise BadFile(f"--output {output} is a file. Give a folder for the run.")
     fixed, dynamic = parse_budgets("--budget", budget), None if kd is None else parse_pairs(kd)
+    fixed_pairs = parse_pairs(budget_kd, "--budget-kd")
     words = split_list(methods)
-    if not words:
-        raise BadParameter("--methods is empty. Name methods, all, or none to run the baseline alone.")
     from torino.evaluation.engine import check_reducers
     from torino.evaluation.protocol import KD_METHODS, KD_PAIRS
     from torino.evaluation.reporting.summary import group_answers
     from torino.evaluation.runner import RunPlan
     from torino.evaluation.runner import evaluate as run_evaluation
-    from torino.reducers import get
     from torino.vlm.loading import check_model
 
     check_model(model)
     package = find_package(model)
     if not sae and package is not None and package.sae is not None:
         sae = [model]
-    names, specs = [word for word in words if "(" not in word], [word for word in words if "(" in word]
-    if "all" in names:
-        every, notes = all_methods(sae=bool(sae), clip=clip is not None)
-        names = [*every, *(name for name in names if name not in ("all", *every))]
-        for text in notes:
-            note(text)
-    elif words == ["none"]:
-        names = []
-    for name in names:
-        get(name)
+    names, specs, notes = expand_methods(words, sae=bool(sae), clip=clip is not None)
+    for text in notes:
+        note(text)
     opened = _open_tasks(split_list(tasks), data, prompts, limit, allow_outside)
     saes = _load_saes(sae or [], any(reads_concepts(word) for word in [*names, *specs]), device)
     if dynamic is None:
         dynamic = list(KD_PAIRS) if set(names) & set(KD_METHODS) else []
-    plan = RunPlan(names, specs, dynamic, fixed, seeds, matched)
+    plan = RunPlan(names, specs, dynamic, fixed, seeds, matched, fixed_pairs)
     # Refuse what cannot be evaluated before a large model is loaded.
     reducers = {setting.id: setting.reducer(saes) for setting in plan.first_settings(list(saes))}
     check_reducers(reducers, has_text_query=clip is not None)
@@ -177,6 +175,7 @@ def evaluate(
                     "methods": methods,
                     "kd": " ".join(f"{k},{delta}" for k, delta in dynamic) or "none",
                     "budget": budget,
+                    "budget_kd": budget_kd,
                     "matched": matched,
                     "seeds": seeds,
                     "sae": sae,

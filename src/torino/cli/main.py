@@ -17,10 +17,13 @@ from torino.cli import calibrate as _calibrate
 from torino.cli import compare as _compare
 from torino.cli import concepts as _concepts
 from torino.cli import eval as _eval
+from torino.cli import explore as _explore
 from torino.cli import look as _look
 from torino.cli import reduce as _reduce
 from torino.cli import report as _report
+from torino.cli import reproduce as _reproduce
 from torino.cli import sae as _sae
+from torino.cli import serve as _serve
 from torino.cli import train as _train
 from torino.cli._common import errors, note, out
 from torino.cli._console import SafeConsole
@@ -38,7 +41,9 @@ app = typer.Typer(
 app.command(epilog=_look.EPILOG)(_look.look)
 app.command(epilog=_ask.EPILOG)(_ask.ask)
 app.command(epilog=_compare.EPILOG)(_compare.compare)
+app.command(epilog=_explore.EPILOG)(_explore.explore)
 app.command(epilog=_reduce.EPILOG)(_reduce.reduce)
+app.command(epilog=_serve.EPILOG)(_serve.serve)
 app.command(epilog=_calibrate.EPILOG)(_calibrate.calibrate)
 app.command("list", epilog=_sae.LIST_EPILOG)(_sae.list_)
 app.command(epilog=_sae.INFO_EPILOG)(_sae.info)
@@ -50,6 +55,7 @@ app.command(epilog=_concepts.EPILOG)(_concepts.concepts)
 app.command("eval", epilog=_eval.EPILOG)(_eval.evaluate)
 app.command(epilog=_report.REPORT_EPILOG)(_report.report)
 app.command(epilog=_report.PLOT_EPILOG)(_report.plot)
+app.command(epilog=_reproduce.EPILOG)(_reproduce.reproduce)
 app.command(epilog=_bench.EPILOG)(_bench.bench)
 
 

@@ -48,7 +48,7 @@ CAPTIONS = {
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder written by torino eval.")],
     against: Annotated[
-        str | None, typer.Option(help="paper, or paper:TABLE: add the figures printed in the paper.")
+        str | None, typer.Option(help="paper, or paper:TABLE,…: add the figures printed in the paper.")
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder of the tasks' files (default: as recorded in the run).")
@@ -75,7 +75,7 @@ def report(
     """
     source, _, table = (against or "paper").partition(":")
     if source != "paper":
-        raise BadParameter(f"--against must be paper or paper:TABLE, got {against!r}.")
+        raise BadParameter(f"--against must be paper or paper:TABLE,…, got {against!r}.")
     from torino.evaluation.judge import Judge
     from torino.evaluation.reporting.report import list_warnings, write_report
     from torino.evaluation.reporting.summary import summarize_and_save

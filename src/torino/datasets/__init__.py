@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -20,11 +21,12 @@ from torino.datasets.base import (
     hash_sample,
     unreadable_error,
 )
+from torino.datasets.combined import CombinedPhotos
 from torino.datasets.folders import ImageFolder, walk
 from torino.datasets.parquet import ParquetPhotos, open_hub, open_saved
 from torino.datasets.tar import TarPhotos
 
-__all__ = ["Photo", "Photos", "SourceUnavailable", "escape_surrogates", "hash_sample", "open_photos"]
+__all__ = ["Photo", "Photos", "SourceUnavailable", "escape_surrogates", "hash_sample", "open_photos", "open_sources"]
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 ACCEPTED = (
@@ -79,6 +81,34 @@ def open_photos(source: str | os.PathLike[str], *, limit: int | None = None, all
     if not len(photos):
         raise BadFile(f"There are no photos in {os.fspath(source)}: it is empty. {ACCEPTED}.")
     return photos
+
+
+def open_sources(
+    sources: Sequence[str | os.PathLike[str]], *, limit: int | None = None, allow_outside: bool = False
+) -> Photos:
+    """Open one or several sources of photos as one.
+
+    Files of one kind, as a pattern gives them that the shell has expanded, are one source in the given order.
+
+    Parameters
+    ----------
+    sources : sequence of str or path
+        See :func:`open_photos`.
+    limit, allow_outside
+        As for :func:`open_photos`.
+    """
+    if not sources:
+        raise BadFile(f"No source of photos was given. {ACCEPTED}.")
+    if len(sources) == 1:
+        return open_photos(sources[0], limit=limit, allow_outside=allow_outside)
+    if limit is not None and (limit := to_integer("limit", limit)) < 1:
+        raise BadParameter(f"limit must be at least 1, got {limit}.")
+    files = [expand_path(source, "The source of photos") for source in sources]
+    kinds = (PARQUET_SUFFIXES, (".tar",), IMAGE_SUFFIXES)
+    if any(all(file.suffix.lower() in kind and file.is_file() for file in files) for kind in kinds):
+        return _open_files(files, f"{files[0]} to {files[-1].name}", limit, allow_outside)
+    opened = [open_photos(source, limit=limit, allow_outside=allow_outside) for source in sources]
+    return CombinedPhotos(opened, limit)
 
 
 def _open(text: str, limit: int | None, allow_outside: bool) -> Photos:

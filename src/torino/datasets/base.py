@@ -44,6 +44,11 @@ class SourceUnavailable(BadFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} existed when it was opened but cannot be found now. Is the disk still connected?")
+        self.path = path
+
+    def __reduce__(self) -> tuple[type[SourceUnavailable], tuple[Path]]:
+        """Rebuild the error from its path in another process."""
+        return type(self), (self.path,)
 
 
 class Photos(ABC):

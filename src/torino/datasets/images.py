@@ -74,6 +74,18 @@ def open_image(source: Picture) -> Image.Image:
         return _decode(opened, name)
 
 
+def image_size(source: str | os.PathLike[str] | bytes) -> tuple[int, int]:
+    """Return width and height of an image file from its header; the pixels are not decoded.
+
+    Raises
+    ------
+    BadFile
+        If the source is not an image of the accepted formats.
+    """
+    with _open(source, _display_name(source)) as opened:
+        return opened.size
+
+
 def pad_square(image: Image.Image, color: tuple[int, int, int] | None = None) -> Image.Image:
     """Center an image on a square of one color, as the authors of LLaVA-1.5 do.
 

@@ -13,8 +13,8 @@ from torino.core.errors import BadParameter, TorinoError
 from torino.datasets.images import as_seen
 from torino.evaluation.examples import ExampleWriter
 from torino.reducers import Reducer
-from torino.vlm.adapters.base import QUERY_SIGNALS, position_mode
-from torino.vlm.attention import uses_proportional
+from torino.vlm.adapters.base import CLIP_SIGNALS, QUERY_SIGNALS, position_mode
+from torino.vlm.attention import attention_mode
 from torino.vlm.prefix import PrefixCache
 from torino.vlm.session import VLM, Encoded, ReducedImages
 
@@ -79,7 +79,7 @@ class _Part:
 def check_reducers(reducers: Mapping[str, Reducer | None], *, has_text_query: bool) -> None:
     """Refuse reducers that cannot be evaluated, by setting; this needs no model."""
     for setting, reducer in reducers.items():
-        if reducer is not None and reducer.needs & QUERY_SIGNALS and not has_text_query:
+        if reducer is not None and reducer.needs & CLIP_SIGNALS and not has_text_query:
             raise BadParameter(
                 f"{setting} chooses patches by the question, which a CLIP text tower must read. Give it (--clip), or "
                 "leave the method out."
@@ -219,11 +219,11 @@ class Engine:
         """
         order = list(dict.fromkeys(tiers.values()))
 
-        def key(name: str) -> tuple[bool, str, bool, int]:
+        def key(name: str) -> tuple[bool, str, str, int]:
             reducer = self.reducers[name]
             tier = order.index(tiers[name]) if name in tiers else -1
-            proportional = uses_proportional(self.vlm.attention, reducer, self.vlm.adapter)
-            return reducer is None, position_mode(self.vlm.positions, reducer), proportional, tier
+            attention = attention_mode(self.vlm.attention, reducer, self.vlm.adapter)
+            return reducer is None, position_mode(self.vlm.positions, reducer), attention, tier
 
         result: list[list[str]] = []
         for _, group in groupby(sorted(names, key=lambda name: (key(name), name)), key=key):

@@ -15,14 +15,20 @@ KD_PAIRS = ((3, 3), (2, 2), (1, 1))
 """The paper's settings of (k, δ), from many tokens to few."""
 FIXED_BUDGETS = (192, 128, 64)
 """The budgets of the paper's fixed tiers."""
+FIXED_PAIR = (2, 2)
+"""Default (k, δ) of TORINO at fixed budgets. The paper pairs its three budgets with its three settings."""
 LABELS = {
     "full": "All tokens",
     "torino-p": "TORINO-P",
     "torino-m": "TORINO-M",
     "torino-x": "TORINO-X",
     "random": "Random",
+    "uniform": "Uniform grid",
+    "pool": "Average pool",
+    "downsample": "Smaller image",
     "folder": "FOLDER",
     "folder-full": "FOLDER (full)",
+    "folder-tower": "FOLDER (full, as released)",
     "prunesid": "PruneSID",
     "prumerge": "PruMerge",
     "prumerge-plus": "PruMerge+",
@@ -38,7 +44,12 @@ LABELS = {
     "cdpruner": "CDPruner",
     "hiprune": "HiPrune",
     "scope": "SCOPE",
-    "scts": "SCTS",
+    "scts": "SCTS (our reading)",
+    "scissor": "LLaVA-Scissor",
+    "holov": "HoloV",
+    "apet": "ApET",
+    "restore": "RESTORE",
+    "mmtok": "MMTok",
 }
 KD_METHODS = ("torino-p", "torino-m")
 """The paper's two methods, which have the parameters (k, δ)."""
@@ -201,14 +212,36 @@ def matched_settings(
 
 
 def fixed_settings(
-    methods: Sequence[str], budgets: Sequence[int], saes: Sequence[str], seeds: int, pair: tuple[int, int] = (2, 2)
+    methods: Sequence[str],
+    budgets: Sequence[int],
+    saes: Sequence[str],
+    seeds: int,
+    pairs: Sequence[tuple[int, int]] = (FIXED_PAIR,),
 ) -> list[Setting]:
-    """Return every method at fixed budgets; ``methods`` are names, or specs without a budget."""
+    """Return every method at fixed budgets.
+
+    Parameters
+    ----------
+    methods : sequence of str
+        Names, or specs without a budget.
+    budgets : sequence of int
+    saes : sequence of str
+        Labels of the SAEs.
+    seeds : int
+        Number of runs of methods that draw at random.
+    pairs : sequence of (int, int)
+        The pair (k, δ) of TORINO: one for all budgets, or one for each budget, as in the paper.
+    """
+    if budgets and len(pairs) not in (1, len(budgets)):
+        raise BadParameter(
+            f"There are {len(pairs)} pairs (k, delta) for {len(budgets)} fixed budgets. Give one pair for all budgets, "
+            "or one for each."
+        )
     return [
         setting
-        for budget in budgets
+        for number, budget in enumerate(budgets)
         for method in methods
-        for setting in _budget_settings(method, budget, str(budget), saes, seeds, pair)
+        for setting in _budget_settings(method, budget, str(budget), saes, seeds, pairs[number % len(pairs)])
     ]
 
 

@@ -50,6 +50,9 @@ class RunPlan:
         Number of runs of methods that draw at random.
     matched : bool
         Whether all methods run in the dynamic tiers. If False, only TORINO runs in the dynamic tiers.
+    fixed_pairs : sequence of (int, int)
+        Pair (k, δ) of TORINO at the fixed budgets: one for all, or one for each. The paper uses (3, 3), (2, 2) and
+        (1, 1) for 192, 128 and 64 tokens.
     """
 
     methods: Sequence[str]
@@ -58,13 +61,15 @@ class RunPlan:
     fixed: Sequence[int] = protocol.FIXED_BUDGETS
     seeds: int = 3
     matched: bool = True
+    fixed_pairs: Sequence[tuple[int, int]] = (protocol.FIXED_PAIR,)
 
     def __post_init__(self) -> None:
         """Check the types."""
         to_list("methods", self.methods, str, "names of methods", BadParameter)
         to_list("specs", self.specs, str, "methods with options", BadParameter)
-        pairs = to_list("dynamic", self.dynamic, (list, tuple), "pairs (k, delta)", BadParameter)
-        object.__setattr__(self, "dynamic", tuple(to_grid(pair, BadParameter, "dynamic") for pair in pairs))
+        for name in ("dynamic", "fixed_pairs"):
+            pairs = to_list(name, getattr(self, name), (list, tuple), "pairs (k, delta)", BadParameter)
+            object.__setattr__(self, name, tuple(to_grid(pair, BadParameter, name) for pair in pairs))
         budgets = to_list("fixed", self.fixed, (int, np.integer), "budgets", BadParameter)
         object.__setattr__(self, "fixed", tuple(to_integer("fixed", budget) for budget in budgets))
         object.__setattr__(self, "seeds", to_integer("seeds", self.seeds))
@@ -95,7 +100,7 @@ class RunPlan:
         if self.seeds < 1:
             raise BadParameter(f"seeds must be at least 1, got {self.seeds}.")
         settings = [FULL, *protocol.dynamic_settings(self.methods, saes, self.dynamic)]
-        settings += protocol.fixed_settings([*self.methods, *budgeted], self.fixed, saes, self.seeds)
+        settings += protocol.fixed_settings([*self.methods, *budgeted], self.fixed, saes, self.seeds, self.fixed_pairs)
         return [*settings, *protocol.own_settings(as_written, saes)]
 
     def matched_settings(self, saes: Sequence[str], run: Run) -> list[Setting]:

@@ -133,6 +133,25 @@ def relative_seed_interval(
     return SeedInterval(float(np.mean(values)), *_percentiles(resampled, level), level, values, _sd(values))
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Correct p-values for their number by Holm's step-down rule.
+
+    If every difference whose corrected value is at most 0.05 is called significant, the probability that one of them
+    is due to chance is at most 5 %.
+
+    Examples
+    --------
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    corrected = [0.0] * len(p_values)
+    largest = 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        corrected[place] = largest
+    return corrected
+
+
 def _stats(score: Scored) -> ScoreStats:
     return score.stats if isinstance(score, Score) else score
 

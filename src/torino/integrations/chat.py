@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from torino.core.concepts import RawEmbedding
 from torino.core.device import resolve_device
 from torino.core.errors import BadParameter
 from torino.datasets.images import Padding, Picture
-from torino.evaluation.protocol import has_parameter
-from torino.reducers import Reducer, make
-from torino.sae import SAE
-from torino.vlm.adapters.base import QUERY_SIGNALS, Positions
+from torino.reducers import Reducer
+from torino.serving.settings import ReductionSettings
+from torino.vlm.adapters.base import CLIP_SIGNALS, Positions
 from torino.vlm.attention import Attention
 from torino.vlm.context import reduced
 from torino.vlm.prompt import Turn, turn_images
@@ -60,25 +58,8 @@ def read_spec(text: str) -> str:
 
 
 def build_reducer(spec: str, sae: str | None, budget: int | None, device: torch.device) -> Reducer | None:
-    """Build the reducer that the arguments describe; None for ``"none"``, which keeps all tokens."""
-    spec = read_spec(spec)
-    if spec == "none":
-        superfluous = "sae" if sae is not None else "budget" if budget is not None else None
-        if superfluous:
-            raise BadParameter(f"reducer=none keeps all tokens, so {superfluous} has no effect. Omit one of them.")
-        return None
-    method = spec.partition("(")[0].strip()
-    options: dict[str, Any] = {} if budget is None else {"budget": budget}
-    if has_parameter(method, "sae"):
-        if sae is None:
-            raise BadParameter(
-                f"{method} groups patches by concepts and needs an SAE: sae=FOLDER, sae=owner/repository, or sae=none "
-                "for the ablation without one."
-            )
-        options["sae"] = RawEmbedding() if sae == "none" else SAE.load(sae, decoder=False).to(device)
-    elif sae is not None:
-        raise BadParameter(f"{method} reads no concepts, so sae has no effect. Omit it.")
-    return make(spec, **options)
+    """Build the reducer that the arguments describe, as servers and stores do; None for ``"none"``."""
+    return ReductionSettings(read_spec(spec), sae, budget).build(device)
 
 
 class ChatModel:
@@ -91,14 +72,14 @@ class ChatModel:
     reducer : str
         Name or spec, see :func:`read_spec`; ``"none"`` keeps all tokens.
     sae : str, optional
-        Folder, file or hub repository of the SAE; ``"none"`` is the ablation without one.
+        Folder, file, hub repository or model package of the SAE; ``"none"`` is the ablation without one.
     budget : int, optional
         Tokens per image; by default that of the spec, or decided by the image.
     clip : str, optional
         The CLIP that reads the question, for reducers that choose patches by it.
     padding : {"crop", "square"}
-    positions : {"auto", "compact", "original"}
-    attention : {"auto", "plain", "proportional"}
+    positions : {"auto", "compact", "original", "median"}
+    attention : {"auto", "plain", "proportional", "restore"}
     device : str
         ``"auto"`` and ``"cuda"`` select the GPU of this process if a launcher started several.
     dtype : str, optional
@@ -126,7 +107,7 @@ class ChatModel:
         self.device = _process_device(device)
         self.reducer = build_reducer(reducer, sae, budget, self.device)
         text_query = None
-        if self.reducer is not None and self.reducer.needs & QUERY_SIGNALS:
+        if self.reducer is not None and self.reducer.needs & CLIP_SIGNALS:
             if clip is None:
                 raise BadParameter(
                     f"{self.reducer.name} chooses patches by the question and needs the CLIP that reads it: "

@@ -252,12 +252,15 @@ def _singularize(word: str, known: set[str]) -> str:
 
     Examples
     --------
-    >>> [_singularize(word, {"dog", "bus", "baby", "glass"}) for word in ("dogs", "buses", "babies", "glass", "cats")]
-    ['dog', 'bus', 'baby', 'glass', 'cats']
+    >>> known = {"dog", "bus", "baby", "bu"}
+    >>> [_singularize(word, known) for word in ("dogs", "buses", "babies", "glass", "cats", "bus")]
+    ['dog', 'bus', 'baby', 'glass', 'cats', 'bus']
     """
     if word in IRREGULAR_PLURALS:
         return IRREGULAR_PLURALS[word]
+    if word.endswith(("ss", "us", "is")):  # glass, bus, tennis, even if a caption has the typing error "bu"
+        return word
     for ending, replacement in (("s", ""), ("es", ""), ("ies", "y")):
-        if word.endswith(ending) and not word.endswith("ss") and word[: -len(ending)] + replacement in known:
+        if word.endswith(ending) and word[: -len(ending)] + replacement in known:
             return word[: -len(ending)] + replacement
     return word

@@ -2,49 +2,67 @@
 
 from __future__ import annotations
 
-from torino.reducers.base import PositionMode, Reducer, describe, get, list_reducers, make, register
+from torino.reducers.apet import ApET
+from torino.reducers.base import AttentionMode, PositionMode, Reducer, describe, get, list_reducers, make, register
 from torino.reducers.cdpruner import CDPruner
 from torino.reducers.divprune import DivPrune
+from torino.reducers.downsample import Downsample
 from torino.reducers.folder import Folder
 from torino.reducers.folder_full import FolderFull
+from torino.reducers.folder_tower import FolderTower
 from torino.reducers.gtp import GTP
 from torino.reducers.gtp_tower import GTPTower
 from torino.reducers.hiprune import HiPrune
 from torino.reducers.hired import FasterVLM, HiRED
+from torino.reducers.holov import HoloV
 from torino.reducers.in_tower import InTowerReducer, TowerReducer, TowerState, as_in_tower
 from torino.reducers.keep_share import KeepShare
+from torino.reducers.mmtok import MMTok
+from torino.reducers.pool import Pool
 from torino.reducers.prumerge import PruMerge
 from torino.reducers.prumerge_plus import PruMergePlus
 from torino.reducers.prunesid import PruneSID
 from torino.reducers.random import Random
+from torino.reducers.restore import Restore
+from torino.reducers.scissor import Scissor
 from torino.reducers.scope import Scope
 from torino.reducers.scts import SCTS
 from torino.reducers.tome import ToMe
 from torino.reducers.tome_tower import ToMeTower
 from torino.reducers.torino import TorinoMerge, TorinoPrune
 from torino.reducers.torino_x import TorinoX
+from torino.reducers.uniform import Uniform
 from torino.reducers.visionzip import VisionZip
 from torino.reducers.vispruner import VisPruner
 
 __all__ = [
     "GTP",
     "SCTS",
+    "ApET",
+    "AttentionMode",
     "CDPruner",
     "DivPrune",
+    "Downsample",
     "FasterVLM",
     "Folder",
     "FolderFull",
+    "FolderTower",
     "GTPTower",
     "HiPrune",
     "HiRED",
+    "HoloV",
     "InTowerReducer",
     "KeepShare",
+    "MMTok",
+    "Pool",
     "PositionMode",
     "PruMerge",
     "PruMergePlus",
     "PruneSID",
     "Random",
     "Reducer",
+    "Restore",
+    "Scissor",
     "Scope",
     "ToMe",
     "ToMeTower",
@@ -53,6 +71,7 @@ __all__ = [
     "TorinoX",
     "TowerReducer",
     "TowerState",
+    "Uniform",
     "VisPruner",
     "VisionZip",
     "as_in_tower",

@@ -64,3 +64,30 @@ def gram_matrix(x: Tensor) -> Tensor:
         torch.mm(x[rows], x[columns].T, out=gram[rows, columns])
     gram[bottom, top] = gram[top, bottom].T
     return gram
+
+
+def nearest_kept(patches: Tensor, kept: Tensor) -> Tensor:
+    """Return the output token that represents each patch of a pruning: that of the most similar kept patch.
+
+    A kept patch represents itself. Ties go to the kept patch of lowest index. The CLS token (index N) represents no
+    patch; if nothing else is kept, all entries are -1.
+
+    Parameters
+    ----------
+    patches : Tensor of shape (N, D)
+    kept : Tensor of shape (M,), int64
+        Kept patches in output order.
+    """
+    kept = kept.cpu()
+    order = kept.argsort(stable=True)  # so that ties do not depend on the output order
+    tokens = order[kept[order] < len(patches)]
+    assigned = torch.full((len(patches),), -1)
+    if not len(tokens):
+        return assigned
+    own = kept[tokens]
+    dropped = torch.ones(len(patches), dtype=torch.bool).index_fill_(0, own, False).nonzero()[:, 0]
+    if len(dropped):
+        rows, columns = (patches[index.to(patches.device)] for index in (dropped, own))
+        assigned[dropped] = tokens[cross_cosines(rows, columns).argmax(1).cpu()]
+    assigned[own] = tokens
+    return assigned

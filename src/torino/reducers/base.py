@@ -19,10 +19,12 @@ from torino.core.plugins import load_plugins
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens, check_images
 
-PositionMode = Literal["compact", "original"]
+PositionMode = Literal["compact", "original", "median"]
+AttentionMode = Literal["plain", "proportional", "restore"]
 Order = Literal["raster", "native"]
 Fidelity = Literal["released", "paper"]
 Space = Literal["features", "projected"]
+AutoSpace = Literal["auto", "features", "projected"]
 MAX_SPEC_LENGTH = 2000  # longer arguments could exhaust the parser
 
 
@@ -37,12 +39,16 @@ class Reducer(ABC):
     """Name in the registry."""
     needs: ClassVar[frozenset[str]] = frozenset()
     """Signals beyond the patches that the method reads, for example ``"cls"``, ``"cls_attention"``, ``"keys"``."""
+    optional: ClassVar[frozenset[str]] = frozenset()
+    """Signals that the method reads if there are any; models provide them."""
     view_needs: ClassVar[frozenset[str]] = frozenset()
     """Additional signals that :meth:`plan_views` reads."""
     shares_views: ClassVar[bool] = False
     """Whether all views of an image share one budget (see :meth:`plan_views`) instead of having one each."""
     in_tower: ClassVar[bool] = False
     """Whether the method works inside a tower (:mod:`torino.reducers.in_tower`) and ``needs`` signals of its blocks."""
+    on_pixels: ClassVar[bool] = False
+    """Whether the method changes the image before the tower (:class:`~torino.reducers.Downsample`)."""
     always_shown: ClassVar[tuple[str, ...]] = ()
     """Hyperparameters that the spec includes even if they have their default values."""
     emits_cls: ClassVar[bool] = False
@@ -111,13 +117,13 @@ class Reducer(ABC):
 
     @property
     def position_mode(self) -> PositionMode:
-        """Position ids of the tokens in the prompt: consecutive (default), or those of the original patches."""
+        """Positions of the tokens in the prompt: consecutive (default), those of the original patches, or medians."""
         return "compact"
 
     @property
-    def proportional_attention(self) -> bool:
-        """Whether to use proportional attention (default: False)."""
-        return False
+    def attention_mode(self) -> AttentionMode:
+        """Attention to the tokens in the language model (default: plain); see :mod:`torino.vlm.attention`."""
+        return "plain"
 
     @property
     def shares_batch(self) -> bool:
@@ -273,8 +279,11 @@ def describe(name: str) -> dict[str, str]:
         "name": name,
         "summary": (getdoc(cls) or "").split("\n")[0],
         "parameters": ", ".join(f"{field.name}={field.default!r}" for field in with_default),
-        "needs": ", ".join([*(["concepts"] if reads_concepts else []), *sorted(cls.needs)] or ["patches only"])
-        + (", in every block" if cls.in_tower else ""),
+        "needs": ", ".join(
+            [*(["concepts"] if reads_concepts else []), *sorted(cls.needs)]
+            or ["the image" if cls.on_pixels else "patches only"]
+        )
+        + (", in every block" if cls.in_tower and not cls.on_pixels else ""),
         "length": "adaptive or fixed" if cls.adaptive else "fixed",
         "output": "merges" if cls.merges else "prunes",
         "cost": cls.cost,

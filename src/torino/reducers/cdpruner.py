@@ -19,7 +19,7 @@ from torino.core.errors import BadParameter, MissingSignal
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
 from torino.reducers._checks import budget_error, check_choice, check_count, check_flag, check_number, read_signal
-from torino.reducers._similarity import pairwise_cosines
+from torino.reducers._similarity import nearest_kept, pairwise_cosines
 from torino.reducers.base import Order, Reducer, Space, register
 
 Relevance = Literal["text", "none"]
@@ -120,7 +120,8 @@ class CDPruner(Reducer):
             kept, order = kept.sort()
             score, has_gain = score[order], has_gain[order]
         role = tuple("primary" if flag else "padding" for flag in has_gain.tolist())
-        return replace(Reduction.pick(kept, tokens.grid, self.spec, score=score), role=role)
+        assigned = nearest_kept(tokens.patches, kept)
+        return replace(Reduction.pick(kept, tokens.grid, self.spec, score=score, assigned=assigned), role=role)
 
     def _relevance(self, tokens: VisualTokens) -> Floats:
         """Return the relevance of each patch to the question, scaled to (0, 1]."""

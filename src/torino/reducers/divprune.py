@@ -15,8 +15,8 @@ from torino.core.errors import BadTokens
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
 from torino.reducers._checks import budget_error, check_choice, check_count, read_signal
-from torino.reducers._similarity import pairwise_cosines
-from torino.reducers.base import Order, Reducer, Space, register
+from torino.reducers._similarity import nearest_kept, pairwise_cosines
+from torino.reducers.base import AutoSpace, Order, Reducer, register
 
 
 @register("divprune")
@@ -29,26 +29,27 @@ class DivPrune(Reducer):
     argmax_i min_{j selected} d(i, j). Ties go to the lowest index. The score of a token is its distance at selection:
     to its nearest neighbor for the first one, to the nearest selected token for the others.
 
-    Reads the patches, or the signal ``"projected"`` of shape (N, E) with ``space="projected"``. Prunes.
+    Reads the signal ``"projected"`` of shape (N, E), which models provide, or the patches. Prunes.
 
     Differences from the release: the distance to the nearest selected token is a running minimum, O(B·N), while the
     release searches all selected tokens at each step. Similarities are float32, not half precision. A selected patch is
     never selected again, even if only duplicates at distance 0 remain. A patch of length zero has distance 1 to all
-    others. The release measures after the projector (``space="projected"``); the default here is before it, so that the
-    projector processes only the kept patches.
+    others. Tokens without the signal ``"projected"`` are compared at the feature layer.
 
     Parameters
     ----------
     budget : int
         Exact number of tokens, at most N.
-    space : {"features", "projected"}
-        Where distances are measured: at the feature layer, or after the projector, as released.
+    space : {"auto", "features", "projected"}
+        Where distances are measured: after the projector, as released, or at the feature layer, so that the projector
+        processes only the kept patches. ``"auto"`` is after the projector where the tokens have this signal, which all
+        models provide.
     order : {"raster", "native"}
         By position, as in the current release, or in order of selection, as for the numbers in the paper.
     """
 
     budget: int
-    space: Space = "features"
+    space: AutoSpace = "auto"
     order: Order = "raster"
 
     emits_cls: ClassVar[bool] = False
@@ -61,17 +62,19 @@ class DivPrune(Reducer):
     def __post_init__(self) -> None:
         """Validate the hyperparameters."""
         check_count("budget", self.budget)
-        check_choice("space", self.space, Space)
+        check_choice("space", self.space, AutoSpace)
         check_choice("order", self.order, Order)
         if self.space == "projected":  # needs of this instance, not of the class
             object.__setattr__(self, "needs", frozenset({"projected"}))
+        elif self.space == "auto":
+            object.__setattr__(self, "optional", frozenset({"projected"}))
 
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Plan one image."""
         n, features = len(tokens), tokens.patches
         if self.budget > n:
             raise budget_error(self.name, self.budget, n)
-        if self.space == "projected":
+        if self.space == "projected" or (self.space == "auto" and "projected" in tokens.signals):
             features = read_signal(tokens, "projected", self.name, (n, None), check=False)
         cosine = pairwise_cosines(features).cpu()
         if bool(cosine.diagonal().isnan().any()):  # VisualTokens has checked the patches already
@@ -89,6 +92,6 @@ class DivPrune(Reducer):
         score = 1 - score
         score[np.isinf(score)] = np.nan  # a single patch has no neighbor
         order = np.argsort(kept) if self.order == "raster" else np.arange(self.budget)
-        return Reduction.pick(
-            torch.from_numpy(kept[order]), tokens.grid, self.spec, score=torch.from_numpy(score[order])
-        )
+        chosen = torch.from_numpy(kept[order])
+        assigned = nearest_kept(tokens.patches, chosen)
+        return Reduction.pick(chosen, tokens.grid, self.spec, score=torch.from_numpy(score[order]), assigned=assigned)

@@ -19,19 +19,21 @@ from torino.reducers.folder import plan_removals
 @register("folder-full")
 @dataclass(frozen=True)
 class FolderFull(Reducer):
-    """Merge by attention keys and protect patches of high CLS attention (FOLDER for LLaVA).
+    """Merge by keys and protect patches of high CLS attention, after the tower (FOLDER, full).
 
-    This is the form of FOLDER released for LLaVA. Sources and targets are matched as in ``folder``, with a CLS token in
-    front, by cos(key_a, key_b) of the keys averaged over heads. Sources are ranked by that similarity minus
-    100·alpha·s_a, where s is the CLS attention averaged over heads. A step removes at most half of the patches: 576
-    become 192 by 288 + 96. A merged token is the plain mean of its patches (weighted by size, without 1 + ln n), and so
-    is its key; its attention is the mean over the tokens that were merged in the step. Between two steps the sequence
-    is [remaining sources by position; targets], which is also the native output order.
+    FOLDER was released in two forms: the simple one is ``folder``, and the full one for LLaVA is this rule, which the
+    release applies inside the tower (``folder-tower``). Here it is applied to the tower's output. Sources and targets
+    are matched as in ``folder``, with a CLS token in front, by cos(key_a, key_b) of the keys averaged over heads.
+    Sources are ranked by that similarity minus 100·alpha·s_a, where s is the CLS attention averaged over heads. A step
+    removes at most half of the patches: 576 become 192 by 288 + 96. A merged token is the plain mean of its patches
+    (weighted by size, without 1 + ln n), and so is its key; its attention is the mean over the tokens that were merged
+    in the step. Between two steps the sequence is [remaining sources by position; targets], which is also the native
+    output order.
 
     Deviations from the release: the release merges inside block 22, between attention and MLP; this plan applies to the
-    output of that block, so the MLP has processed all patches. The release skips sequences shorter than 40 (and then
-    fails); here the budget is met. The release does not describe how keys are merged; here they are merged like the
-    features.
+    output of that block, so the MLP has processed all patches. Compare with ``folder-tower`` in tables. The
+    release skips sequences shorter than 40 (and then fails); here the budget is met. The release does not describe how
+    keys are merged; here they are merged like the features.
 
     Parameters
     ----------

@@ -16,6 +16,7 @@ from torino.core.errors import BadParameter
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
 from torino.reducers._checks import budget_error, check_choice, check_count, check_number, read_signal
+from torino.reducers._similarity import nearest_kept
 from torino.reducers.base import Fidelity, Order, Reducer, register
 
 
@@ -39,8 +40,9 @@ class HiPrune(Reducer):
         Exact number of patches, at most N. The CLS token is not part of the output.
     alpha : float
         Share of the budget for anchors and buffers, from 0 to 1.
-    object_block : int
-        Zero-based block whose attention selects the anchors; 8 for CLIP ViT-L/14, the authors' "layer 9".
+    object_block : int, optional
+        Zero-based block whose attention selects the anchors. By default the one that corresponds to the authors' "layer
+        9" of the 24 of CLIP ViT-L/14: block 8 there, block 4 in a tower of 12 blocks.
     fidelity : {"released", "paper"}
         The released code takes the buffers from the flat sequence, i ± 1 and i ± columns, clamped to it: a neighbor
         wraps to the previous or next row, and outside the first and last row patches 0 and N − 1 are used. In the paper
@@ -51,19 +53,19 @@ class HiPrune(Reducer):
 
     Notes
     -----
-    Reads ``received_attention`` of the feature layer and ``received_attention@8`` of the object block. The prompt-aware
-    HiPrune++ is not included. At most budget // 5 anchors are taken, so that an α near 1 cannot exceed the budget; the
-    released code does not check this, and for α ≤ 0.5 it changes nothing. The released code also divides its budget by
-    the number of crops; here the budget is that of one image.
+    Reads ``received_attention`` of the feature layer and ``received_attention@9/24`` of the object block. The
+    prompt-aware HiPrune++ is not included. At most budget // 5 anchors are taken, so that an α near 1 cannot exceed the
+    budget; the released code does not check this, and for α ≤ 0.5 it changes nothing. The released code also divides
+    its budget by the number of crops; here the budget is that of one image.
     """
 
     budget: int
     alpha: float = 0.1
-    object_block: int = 8
+    object_block: int | None = None
     fidelity: Fidelity = "released"
     order: Order = "raster"
 
-    needs: ClassVar[frozenset[str]] = frozenset({"received_attention", "received_attention@8"})
+    needs: ClassVar[frozenset[str]] = frozenset({"received_attention", "received_attention@9/24"})
     paper: ClassVar[str] = "Liu et al., 2025, arXiv 2508.00553"
     merges: ClassVar[bool] = False
     adaptive: ClassVar[bool] = False
@@ -77,11 +79,16 @@ class HiPrune(Reducer):
         check_number("alpha", self.alpha)
         if self.alpha > 1:
             raise BadParameter(f"alpha is a share of the budget and must be between 0 and 1, got {self.alpha!r}.")
-        check_count("object_block", self.object_block, minimum=0)
+        if self.object_block is not None:
+            check_count("object_block", self.object_block, minimum=0)
         check_choice("fidelity", self.fidelity, Fidelity)
         check_choice("order", self.order, Order)
-        needs = frozenset({"received_attention", f"received_attention@{self.object_block}"})
-        object.__setattr__(self, "needs", needs)  # needs of this instance, not of the class
+        # needs of this instance, not of the class
+        object.__setattr__(self, "needs", frozenset({"received_attention", self._object_signal}))
+
+    @property
+    def _object_signal(self) -> str:
+        return f"received_attention@{'9/24' if self.object_block is None else self.object_block}"
 
     @property
     def num_anchors(self) -> int:
@@ -93,7 +100,7 @@ class HiPrune(Reducer):
         n = len(tokens)
         if self.budget > n:
             raise budget_error(self.name, self.budget, n)
-        middle = read_signal(tokens, f"received_attention@{self.object_block}", self.name, (n,)).float().cpu()
+        middle = read_signal(tokens, self._object_signal, self.name, (n,)).float().cpu()
         deep = read_signal(tokens, "received_attention", self.name, (n,)).float().cpu()
 
         anchors = _rank_descending(middle)[: self.num_anchors]
@@ -111,7 +118,8 @@ class HiPrune(Reducer):
         if self.order == "raster":
             kept, order = kept.sort()
             role, score = tuple(role[i] for i in order.tolist()), score[order]
-        return replace(Reduction.pick(kept, tokens.grid, self.spec, score=score), role=role)
+        assigned = nearest_kept(tokens.patches, kept)
+        return replace(Reduction.pick(kept, tokens.grid, self.spec, score=score, assigned=assigned), role=role)
 
     def _neighbors(self, anchors: Tensor, grid: tuple[int, int]) -> Tensor:
         """Return the patches next to the anchors, on the grid or in the flat sequence."""

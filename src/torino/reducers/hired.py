@@ -18,6 +18,7 @@ from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
 from torino.core.topk.exact import stable_topk
 from torino.reducers._checks import budget_error, check_choice, check_count, check_number, read_signal
+from torino.reducers._similarity import nearest_kept
 from torino.reducers.base import Fidelity, Order, Reducer, register
 
 
@@ -291,7 +292,8 @@ def _plan_view(tokens: VisualTokens, budget: int, order: Order, name: str, by: s
     kept = stable_topk(attention, budget)[0]
     if order == "raster":
         kept = kept.sort().values
-    return Reduction.pick(kept, tokens.grid, by, score=attention[kept])
+    assigned = nearest_kept(tokens.patches, kept)
+    return Reduction.pick(kept, tokens.grid, by, score=attention[kept], assigned=assigned)
 
 
 def _apportion(weights: Sequence[int], total: int, capacity: Sequence[int]) -> list[int]:

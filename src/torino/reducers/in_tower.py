@@ -165,6 +165,11 @@ class InTowerReducer(Protocol):
         """Name and hyperparameters."""
         ...
 
+    @property
+    def on_pixels(self) -> bool:
+        """Whether the method changes the image before the tower; then it has ``plan_grid`` instead of ``begin``."""
+        ...
+
     def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> TowerState:
         """Start the reduction of one image."""
         ...

@@ -12,7 +12,7 @@ from torino.core.checks import check_type, to_number
 from torino.core.errors import BadParameter
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
-from torino.reducers.base import PositionMode, Reducer
+from torino.reducers.base import AttentionMode, PositionMode, Reducer
 from torino.reducers.in_tower import TowerState
 
 
@@ -58,6 +58,11 @@ class KeepShare(Reducer):
         return self.inner.needs
 
     @property
+    def optional(self) -> frozenset[str]:  # type: ignore[override]
+        """Signals that the wrapped reducer reads if there are any."""
+        return self.inner.optional
+
+    @property
     def view_needs(self) -> frozenset[str]:  # type: ignore[override]
         """Additional signals that it reads when the image has tiles."""
         return self.inner.view_needs
@@ -73,9 +78,9 @@ class KeepShare(Reducer):
         return self.inner.position_mode
 
     @property
-    def proportional_attention(self) -> bool:
-        """Whether the wrapped reducer uses proportional attention."""
-        return self.inner.proportional_attention
+    def attention_mode(self) -> AttentionMode:
+        """Attention of the wrapped reducer."""
+        return self.inner.attention_mode
 
     @property
     def shares_batch(self) -> bool:
@@ -86,6 +91,15 @@ class KeepShare(Reducer):
     def in_tower(self) -> bool:  # type: ignore[override]
         """Whether the wrapped reducer works inside a vision tower."""
         return self.inner.in_tower
+
+    @property
+    def on_pixels(self) -> bool:  # type: ignore[override]
+        """Whether the wrapped reducer changes the image before the tower."""
+        return self.inner.on_pixels
+
+    def plan_grid(self, grid: tuple[int, int]) -> tuple[tuple[int, int], Reduction]:
+        """Return the smaller grid of a reducer that changes the image, and what its patches cover."""
+        return self._with_budget(grid[0] * grid[1]).plan_grid(grid)
 
     def begin(self, patches: Tensor, grid: tuple[int, int], blocks: int, has_cls: bool) -> TowerState:
         """Start the reduction of one image inside a tower."""

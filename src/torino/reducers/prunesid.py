@@ -30,7 +30,7 @@ from torino.reducers._checks import (
     check_number,
     read_signal,
 )
-from torino.reducers._similarity import gram_matrix
+from torino.reducers._similarity import gram_matrix, nearest_kept
 from torino.reducers.base import Fidelity, Order, Reducer, register
 from torino.reducers.random import image_seed
 
@@ -72,7 +72,8 @@ class PruneSID(Reducer):
     decomposition : {"exact", "randomized"}
         V from an eigendecomposition of ZZᵀ in float64, or, as released, from a randomized range finder of K columns
         with two power iterations in float32. The latter is several times faster, approximate in the weaker directions,
-        and depends on the order of the patches.
+        and depends on the order of the patches. Two draws of the release agree on 0.22 to 0.71 of their patches
+        (Jaccard), so report several seeds of ``"randomized"``.
     dynamic : bool
         Adapt the budget to the image: B = round(mean_budget·φ/mean_information), where φ = 1 − ρ is the information of
         the image, at least 4 and at most all tokens.
@@ -179,7 +180,9 @@ class PruneSID(Reducer):
         sources = np.concatenate([np.full(extra, n), chosen])
         sources = np.sort(sources) if self.order == "raster" else sources
         scores = torch.from_numpy(np.append(score, np.nan)[sources])
-        plan = Reduction.pick(torch.from_numpy(sources), tokens.grid, self.spec, score=scores)
+        picked = torch.from_numpy(sources)
+        assigned = nearest_kept(tokens.patches, picked)
+        plan = Reduction.pick(picked, tokens.grid, self.spec, score=scores, assigned=assigned)
         return replace(plan, role=tuple("cls" if source == n else "primary" for source in sources.tolist()))
 
     def _budget(self, rho: float, available: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
 from torino.reducers._checks import budget_error, check_choice, check_count, check_integer
+from torino.reducers._similarity import nearest_kept
 from torino.reducers.base import Order, Reducer, register
 
 SAMPLE_SIZE = 16  # number of patches that the fingerprint reads
@@ -64,7 +65,8 @@ class Random(Reducer):
             raise budget_error(self.name, self.budget, len(tokens))
         seed = image_seed(f"{self.seed} {tokens.grid}", tokens.patches)
         kept = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))[: self.budget]
-        return Reduction.pick(kept.sort().values if self.order == "raster" else kept, tokens.grid, self.spec)
+        kept = kept.sort().values if self.order == "raster" else kept
+        return Reduction.pick(kept, tokens.grid, self.spec, assigned=nearest_kept(tokens.patches, kept))
 
 
 def image_seed(prefix: str, patches: Tensor) -> int:

@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 @register("scts")
 @dataclass(frozen=True)
 class SCTS(Reducer):
-    """Select patches one by one by their gain in concept coverage (SCTS).
+    """Select patches by their gain in concept coverage (our reading of the abstract of SCTS).
 
     Each patch i has the activations z_ij of its ``m`` strongest latents. The coverage c_j of latent j is its largest
     activation in any selected patch, initially 0. The next patch is the one of largest marginal gain
@@ -66,7 +66,7 @@ class SCTS(Reducer):
     coverage: Coverage = "max"
     order: Order = "raster"
 
-    paper: ClassVar[str] = "Li et al., SCTS, ACL 2026 (long 1282)"
+    paper: ClassVar[str] = "after the abstract of Li et al., SCTS, ACL 2026 (long 1282)"
     merges: ClassVar[bool] = False
     adaptive: ClassVar[bool] = False
     emits_cls: ClassVar[bool] = False

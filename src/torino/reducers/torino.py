@@ -14,16 +14,20 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from torino.core.concepts import ConceptEncoder, Concepts, Rank
+from torino.core.device_grouping import device_groups, device_shared_concepts
 from torino.core.errors import BadParameter, UnmetBudget
 from torino.core.grouping import Groups, Ints, Silent, group_by_overlap, shared_concepts
+from torino.core.planner import plans_with_torch
 from torino.core.ragged import offsets_from_lengths
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import stage
 from torino.core.tokens import VisualTokens, ragged_patches
 from torino.reducers._checks import check_choice, check_count, check_encoder
 from torino.reducers.base import Order, Reducer, register
+from torino.reducers.device import DevicePlan, group_plan, plan_on_device
 
 Scale = Literal["log", "mean", "sqrt", "sum"]
 Floats = NDArray[np.float64]
@@ -82,12 +86,37 @@ class TorinoBase(Reducer):
         packed = ragged_patches(images)
         for tokens in images:
             self.sae.check_origin(tokens.origin, tokens.width)
+        if plans_with_torch(packed.values.device):
+            with stage("sae"):  # encoding and grouping are one sequence of operations on the device
+                batch = plan_on_device(self, images)
+            if batch is not None:
+                return batch
         with stage("sae"):
             concepts = self.sae.top(packed.values, self.k, rank=self.rank)
             concepts = Concepts(concepts.indices.cpu(), concepts.values.cpu(), concepts.peak.cpu())
         with stage("grouping"):
             groups = group_by_overlap(concepts, self.delta, silent=self.silent, offsets=packed.offsets)
             return self.reduce_groups(concepts, groups, [tokens.grid for tokens in images])
+
+    def device_rule(self, grid: tuple[int, int], latents: int, device: torch.device) -> tuple[int, Rank, Any] | None:
+        """Return the number of concepts, their rank and the rule for planning on a device; None if unsupported."""
+        patches = grid[0] * grid[1]
+        if self.budget is not None and self.budget > patches:
+            return None
+        weights = self.member_weights(np.arange(1, patches + 1))
+        table = None if weights is None else torch.from_numpy(np.concatenate([[0.0], weights])).float().to(device)
+
+        def rule(_: Tensor, indices: Tensor, values: Tensor, exact: Tensor) -> DevicePlan:
+            images, n, k = indices.shape
+            sets = indices
+            if self.silent == "literal":
+                flat = values.view(-1, k)
+                sets = Concepts(indices.view(-1, k), flat, flat[:, 0]).literal().indices.view(images, n, k)
+            label = device_groups(sets, self.delta, max(latents, self.k), self.silent)
+            shared = device_shared_concepts(indices, values, label, latents)
+            return group_plan(indices, values, exact, label, shared, table, self.budget, self.order)
+
+        return self.k, self.rank, rule
 
     def reduce_groups(self, concepts: Concepts, groups: Groups, grids: Sequence[tuple[int, int]]) -> ReductionBatch:
         """Turn groups into output tokens (Algorithm 1, lines 9-16; Algorithm 2 if there is a budget)."""

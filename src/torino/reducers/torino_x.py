@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,15 +16,18 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from torino.core.concepts import ConceptEncoder, Concepts
+from torino.core.concepts import ConceptEncoder, Concepts, Rank
 from torino.core.errors import BadParameter, UnmetBudget
 from torino.core.grouping import Groups, Ints, shared_concepts
+from torino.core.planner import plans_with_torch
 from torino.core.ragged import offsets_from_lengths
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import stage
 from torino.core.tokens import VisualTokens, ragged_patches
 from torino.reducers._checks import check_choice, check_count, check_encoder, check_flag, check_number
-from torino.reducers.base import Order, PositionMode, Reducer, register
+from torino.reducers._device_coverage import coverage_plan
+from torino.reducers.base import AttentionMode, Order, PositionMode, Reducer, register
+from torino.reducers.device import plan_on_device
 
 Mode = Literal["merge", "prune"]
 Floats = NDArray[np.float32]
@@ -54,6 +58,11 @@ class TorinoX(Reducer):
     part of any token. The value of a token is the sum of its patches weighted by overlap, scaled to the length of the
     selected patch. The token has the position of the selected patch.
 
+    Related work: Original positions for reduced tokens are those of GAP (arXiv 2506.21873), proportional attention that
+    of ToMe (inside a vision transformer), and RESTORE (arXiv 2606.01711) combines both in the language model with a
+    calibration by distance. LLaVA-Scissor (arXiv 2506.21862, ``scissor``) also covers an image by groups of similar
+    patches, without an SAE.
+
     Reads the patches. In contrast to the paper, codes and their overlap replace the top-k sets and δ, and a budget
     keeps the patches that add most coverage instead of the largest groups.
 
@@ -78,9 +87,10 @@ class TorinoX(Reducer):
         Merge as above, or keep the selected patches unchanged.
     order : {"raster", "native"}
         Output by position, or in order of selection.
-    positions : {"original", "compact"}
+    positions : {"original", "compact", "median"}
         Position ids of the tokens in the prompt: those of their patches, which tell the language model where each token
-        is, or consecutive as in the paper and most methods. Models with a position for every patch (Qwen) ignore it.
+        is, consecutive as in the paper and most methods, or the median of their patches. Models with a position for
+        every patch (Qwen) do not distinguish the first two.
     proportional : bool
         Whether to use proportional attention in the language model, if the model supports it
         (:mod:`torino.vlm.attention`).
@@ -127,9 +137,9 @@ class TorinoX(Reducer):
         return self.positions
 
     @property
-    def proportional_attention(self) -> bool:
-        """Whether to use proportional attention."""
-        return self.proportional
+    def attention_mode(self) -> AttentionMode:
+        """Proportional attention, unless it is switched off."""
+        return "proportional" if self.proportional else "plain"
 
     @property
     def shares_batch(self) -> bool:
@@ -142,10 +152,39 @@ class TorinoX(Reducer):
 
     def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
         """Plan all images with one pass of the SAE; then select for each image, twice if they share a budget."""
+        if plans_with_torch(images[0].patches.device):
+            ragged_patches(images)  # raises if the images do not fit together
+            for tokens in images:
+                self.sae.check_origin(tokens.origin, tokens.width)
+            with stage("sae"):  # encoding and selection are one sequence of operations on the device
+                batch = plan_on_device(self, images)
+            if batch is not None:
+                return batch
         codes = self._encode(images)
         with stage("grouping"):
             limits = self._token_limits(images, codes)
             return ReductionBatch.of([self._plan(*args) for args in zip(images, codes, limits, strict=True)])
+
+    def device_rule(self, grid: tuple[int, int], latents: int, device: torch.device) -> tuple[int, Rank, Any] | None:
+        """Return the number of concepts, their rank and the rule for planning on a device; None if unsupported."""
+        patches = grid[0] * grid[1]
+        if self.pooled or type(self) is not TorinoX or (self.budget or 1) > patches:
+            return None
+        locality = None
+        if self.locality is not None:
+            rows, columns = locality_factors(grid, self.locality)
+            locality = (torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device))
+        rule = partial(
+            coverage_plan,
+            locality=locality,
+            latents=latents,
+            tokens=patches if self.budget is None else self.budget,
+            min_gain=self.min_gain if self.budget is None else 0.0,
+            tie=TIE,
+            merge=self.mode == "merge",
+            raster=self.order == "raster",
+        )
+        return min(self.concepts, latents), "activation", rule
 
     def gains(self, images: Sequence[VisualTokens]) -> list[Floats]:
         """Return for each image the gains of all N tokens, descending; ``min_gain`` is compared with them."""
@@ -300,13 +339,19 @@ def code_overlap(codes: Concepts) -> Floats:
 
 def apply_locality(overlap: Floats, grid: tuple[int, int], locality: float) -> Floats:
     """Multiply overlaps by exp(−d²/2r²) at a distance of d patches, with r = locality · √N."""
-    # d² is the sum over rows and columns, so the factor is a product of two small ones
-    with np.errstate(over="ignore"):  # for an extremely small or large locality
-        distances = [np.subtract.outer(np.arange(n), np.arange(n)) / (locality * np.sqrt(len(overlap))) for n in grid]
-        rows, columns = (np.exp(-0.5 * distance**2).astype(np.float32) for distance in distances)
+    rows, columns = locality_factors(grid, locality)
     pairs = overlap.reshape(*grid, *grid) * rows[:, None, :, None]
     pairs *= columns[None, :, None, :]
     return pairs.reshape(overlap.shape)
+
+
+def locality_factors(grid: tuple[int, int], locality: float) -> tuple[Floats, Floats]:
+    """Return exp(−d²/2r²) for distances between rows and between columns; their product is the factor."""
+    with np.errstate(over="ignore"):  # for an extremely small or large locality
+        radius = locality * np.sqrt(grid[0] * grid[1])
+        distances = [np.subtract.outer(np.arange(n), np.arange(n)) / radius for n in grid]
+        rows, columns = (np.exp(-0.5 * distance**2).astype(np.float32) for distance in distances)
+    return rows, columns
 
 
 def greedy_coverage(overlap: Floats, weight: Floats, max_patches: int, min_gain: float) -> tuple[Ints, Floats]:

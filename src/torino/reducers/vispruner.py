@@ -16,7 +16,7 @@ from torino.core.errors import BadParameter
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
 from torino.reducers._checks import budget_error, check_choice, check_count, check_number
-from torino.reducers._similarity import pairwise_cosines
+from torino.reducers._similarity import nearest_kept, pairwise_cosines
 from torino.reducers.base import Order, Reducer, register
 
 DROPPED_PER_ROUND = 8
@@ -98,6 +98,8 @@ class VisPruner(Reducer):
         is_important = torch.zeros(n, dtype=torch.bool).index_fill(0, ranked[:num_important], True)
         if self.budget > num_important:
             assigned[others] = assigned[others[torch.from_numpy(representative)]]
+        else:
+            assigned = nearest_kept(tokens.patches, kept)
         plan = Reduction.pick(kept, tokens.grid, self.spec, score=summed.cpu()[kept], assigned=assigned)
         return replace(plan, role=tuple("primary" if flag else "diverse" for flag in is_important[kept].tolist()))
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torino.vlm.loading import ModelPackage
     from torino.vlm.processor import ReducedInputs, ReducingProcessor
     from torino.vlm.session import VLM, Encoded, Inputs, ask, load_vlm
-    from torino.vlm.text_query import ClipText, TextQuery, load_clip_text
+    from torino.vlm.text_query import ClipText, TextQuery, WordText, load_clip_text
     from torino.vlm.towers import Tower, load_tower
     from torino.vlm.trace import Answer, ReducedCall, Trace
 
@@ -30,6 +30,7 @@ __all__ = [
     "TextQuery",
     "Tower",
     "Trace",
+    "WordText",
     "adapter_for",
     "apply",
     "ask",
@@ -49,7 +50,7 @@ _NAMES = {
     "loading": ("ModelPackage",),
     "processor": ("ReducedInputs", "ReducingProcessor"),
     "session": ("VLM", "Encoded", "Inputs", "ask", "load_vlm"),
-    "text_query": ("ClipText", "TextQuery", "load_clip_text"),
+    "text_query": ("ClipText", "TextQuery", "WordText", "load_clip_text"),
     "towers": ("Tower", "load_tower"),
     "trace": ("Answer", "ReducedCall", "Trace"),
 }

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torino.core.checks import check_type
 from torino.core.errors import BadParameter
-from torino.reducers import PositionMode, Reducer
-from torino.vlm.adapters.base import Adapter, Positions, adapter_for, position_mode
-from torino.vlm.attention import Attention, attention_bias, log_sizes, uses_proportional
+from torino.reducers import AttentionMode, PositionMode, Reducer
+from torino.vlm.adapters.base import Adapter, Positions, adapter_for, position_choice
+from torino.vlm.attention import Attention, AttentionBias, attention_bias, attention_mode, make_bias
 from torino.vlm.generate import GenerateCall, run_generate
 from torino.vlm.insertion import Side
-from torino.vlm.text_query import ClipText, TextQuery
+from torino.vlm.text_query import ClipText, TextQuery, WordText
 from torino.vlm.trace import Trace
 
 
@@ -35,25 +35,23 @@ class ActiveReduction:
     trace: Trace
     positions: PositionMode = "compact"
     text_query: TextQuery | None = None
-    proportional: bool = False
+    attention: AttentionMode = "plain"
     ended: threading.Event = field(default_factory=threading.Event)
     """Set when the block ends; tasks that outlive it continue with the stock model."""
 
     @functools.cached_property
-    def reduce(self) -> Callable[[Mapping[str, Any], Side | None], tuple[dict[str, Any], Tensor | None]]:
+    def reduce(self) -> Callable[[Mapping[str, Any], Side | None], tuple[dict[str, Any], AttentionBias | None]]:
         """A function that reduces inputs and records the call; it returns the new inputs and their attention bias.
 
         It is hidden from compilers, which cannot follow hooks.
         """
 
-        def reduce(inputs: Mapping[str, Any], side: Side | None) -> tuple[dict[str, Any], Tensor | None]:
+        def reduce(inputs: Mapping[str, Any], side: Side | None) -> tuple[dict[str, Any], AttentionBias | None]:
             reduced_inputs, call = self.adapter.reduce_inputs(
                 inputs, self.reducer, self.positions, side=side, text_query=self.text_query
             )
             self.trace.add(call)
-            if not self.proportional:
-                return reduced_inputs, None
-            return reduced_inputs, log_sizes(reduced_inputs, self.adapter.image_token, call.reductions, call.after)
+            return reduced_inputs, make_bias(self.attention, self.adapter, reduced_inputs, call.sizes, call.patches)
 
         return cast(Any, torch.compiler.disable(reduce))
 
@@ -71,7 +69,7 @@ def reduced(
     *,
     positions: Positions = "auto",
     attention: Attention = "auto",
-    text_query: ClipText | TextQuery | None = None,
+    text_query: ClipText | WordText | TextQuery | None = None,
 ) -> Generator[Trace]:
     """Reduce a model's visual tokens inside the block; afterwards the model is unchanged.
 
@@ -93,15 +91,16 @@ def reduced(
     ----------
     model : a Hugging Face vision-language model
     reducer : Reducer
-    positions : {"auto", "compact", "original"}
-        Renumber the remaining tokens (compact) or keep their positions in the full prompt (original); auto follows
-        the reducer.
-    attention : {"auto", "plain", "proportional"}
-        Whether to use proportional attention, see :mod:`torino.vlm.attention`; auto follows the reducer where the
-        model supports it. It lasts for a whole ``generate`` call; in your own decoding loop, only for the call that
-        has the images.
-    text_query : ClipText or TextQuery, optional
-        Reads the question, for reducers that choose patches by it: see :meth:`ClipText.query`.
+    positions : {"auto", "compact", "original", "median"}
+        Renumber the remaining tokens (compact), keep their positions in the full prompt (original), or keep them and
+        move each merged token to the median position of its patches (median); auto follows the reducer.
+    attention : {"auto", "plain", "proportional", "restore"}
+        Unchanged attention, proportional attention, or attention calibrated by size and distance as in RESTORE; see
+        :mod:`torino.vlm.attention`. Auto follows the reducer where the model supports it. It lasts for a whole
+        ``generate`` call; in your own decoding loop, only for the call that has the images.
+    text_query : ClipText, WordText or TextQuery, optional
+        Reads the question, for reducers that choose patches by it: see :meth:`ClipText.query`. A CLIP reads it for
+        ``cdpruner``, the language model's own embeddings (``WordText``) for ``mmtok``.
 
     Yields
     ------
@@ -128,7 +127,7 @@ def apply(
     *,
     positions: Positions = "auto",
     attention: Attention = "auto",
-    text_query: ClipText | TextQuery | None = None,
+    text_query: ClipText | WordText | TextQuery | None = None,
 ) -> Trace:
     """Reduce a model's visual tokens in all threads until :func:`remove`. Prefer :func:`reduced` where it fits."""
     active = active_reduction(model, reducer, positions, text_query, attention)
@@ -155,7 +154,7 @@ def active_reduction(
     model: nn.Module,
     reducer: Reducer,
     positions: Positions,
-    text_query: ClipText | TextQuery | None,
+    text_query: ClipText | WordText | TextQuery | None,
     attention: Attention,
 ) -> ActiveReduction:
     """Validate and resolve the options of a reduction."""
@@ -163,14 +162,13 @@ def active_reduction(
         raise BadParameter(
             f"reducer must be a Reducer, such as torino.make('torino-m', sae=...), got {type(reducer).__name__}."
         )
-    check_type("text_query", text_query, (ClipText, TextQuery, type(None)), "a ClipText or its query(...)")
-    if isinstance(text_query, ClipText):
+    kinds = (ClipText, WordText, TextQuery, type(None))
+    check_type("text_query", text_query, kinds, "a ClipText, a WordText, or its query(...)")
+    if isinstance(text_query, ClipText | WordText):
         text_query = text_query.query()
     adapter = adapter_for(model)
-    mode = position_mode(positions, reducer)
-    active = ActiveReduction(
-        reducer, adapter, Trace(), mode, text_query, uses_proportional(attention, reducer, adapter)
-    )
+    mode = position_choice(positions, reducer)
+    active = ActiveReduction(reducer, adapter, Trace(), mode, text_query, attention_mode(attention, reducer, adapter))
     _ = active.reduce  # created here, before anything is compiled
     return active
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torino.core.errors import BadParameter
 from torino.core.timing import synchronize
 from torino.reducers import PositionMode
-from torino.vlm.attention import attention_bias
+from torino.vlm.attention import AttentionBias, attention_bias
 from torino.vlm.insertion import FILL
 from torino.vlm.prefix import PrefixCache
 
@@ -160,17 +160,16 @@ def run_generate(
     call: GenerateCall,
     stock: Callable[..., Any],
     inputs: dict[str, Any],
-    bias: Tensor | None,
+    bias: AttentionBias | None,
     positions: PositionMode,
     *,
     prefix: PrefixCache | None = None,
     clock: FirstTokenClock | None = None,
 ) -> Any:
     """Run ``generate`` on a reduced prompt, in the caller's terms."""
-    if positions == "original" and inputs.get("use_cache") is False:
+    if positions != "compact" and inputs.get("use_cache") is False:
         inputs = _with_padding(inputs)
-        if bias is not None:
-            bias = nn.functional.pad(bias, (inputs["input_ids"].shape[1] - bias.shape[1], 0))
+        bias = bias and bias.padded(inputs["input_ids"].shape[1])
     with attention_bias(call.model, bias):
         if prefix is not None:
             inputs = prefix.resume(call.model, inputs, int(cast(Any, call.model).config.image_token_id))

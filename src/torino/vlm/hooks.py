@@ -7,6 +7,7 @@ keys. Hooks ignore all threads but the one that registered them, so several thre
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
@@ -185,8 +186,15 @@ def capture(
 
 
 def signal_block(name: str, default: int, blocks: int) -> int:
-    """Return the block that a signal refers to: ``keys`` the default, ``keys@8`` block 8, ``keys@+1`` the next one."""
+    """Return the block that a signal refers to: ``keys`` the default, ``keys@8`` block 8, ``keys@+1`` the next one.
+
+    ``keys@9/24`` is the block that corresponds to the ninth of 24: in a tower of 12 blocks the fifth (4.5, rounded up).
+    """
     kind, at, number = name.partition("@")
+    if scaled := re.fullmatch(r"(\d{1,4})/(\d{1,4})", number):
+        count, depth = (int(part) for part in scaled.groups())
+        if 1 <= count <= depth:
+            return max(0, (2 * count * blocks + depth) // (2 * depth) - 1)
     digits = number.lstrip("+-")
     if at and not (digits.isdecimal() and len(digits) < 10 and len(number) - len(digits) <= 1):
         raise MissingSignal(

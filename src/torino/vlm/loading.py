@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -109,7 +111,21 @@ def check_model(name_or_path: str | os.PathLike[str]) -> None:
     """Refuse a name that :func:`load_model` could not load, without loading anything."""
     if str(_check_name(name_or_path)) not in model_packages():
         model_package(name_or_path)  # refuses 'lab' if it is not installed
-        local_name(name_or_path)
+        local_name(split_revision(name_or_path)[0])
+
+
+def split_revision(name_or_path: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
+    """Split ``owner/repository@revision`` into name and revision; an existing folder has no revision.
+
+    Examples
+    --------
+    >>> split_revision("llava-hf/llava-1.5-7b-hf@b234b80"), split_revision("./llava")
+    (('llava-hf/llava-1.5-7b-hf', 'b234b80'), ('./llava', None))
+    """
+    match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)@(\w[\w./-]*)", str(_check_name(name_or_path)))
+    if match is None or expand_path(str(name_or_path), "The name of the model").exists():
+        return name_or_path, None
+    return match[1], match[2]
 
 
 def load_model(
@@ -121,7 +137,7 @@ def load_model(
     ----------
     name_or_path : str or path
         Hub name, folder, or the name of an installed model package such as ``lab`` (write ``./lab`` for a folder of
-        that name).
+        that name). ``owner/repository@revision`` loads a commit, branch or tag of the hub.
     device : str or torch.device
         ``"auto"`` selects a GPU if there is one.
     dtype : str or torch.dtype, optional
@@ -139,10 +155,13 @@ def load_model(
     """
     library, target = transformers(), resolve_device(device)
     package = model_package(name_or_path)
-    name = local_name(name_or_path if package is None else package.folder())
-    config = fetch(library.AutoConfig.from_pretrained, name, "config.json")
+    source, revision = split_revision(name_or_path) if package is None else (package.folder(), None)
+    name = local_name(source)
+    pinned = {} if revision is None else {"revision": revision}
+    config = fetch(library.AutoConfig.from_pretrained, name, "config.json", **pinned)
     check_family(str(config.model_type))  # before gigabytes are downloaded
-    processor = fetch(library.AutoProcessor.from_pretrained, name, "processor")
+    processor = fetch(library.AutoProcessor.from_pretrained, name, "processor", **pinned)
+    processor = pin_image_backend(processor, name, revision)
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         raise BadFile(
             f"{name} has no processor for images and text: its files give a {type(processor).__name__}. "
@@ -154,13 +173,29 @@ def load_model(
         processor.vision_feature_select_strategy = config.vision_feature_select_strategy
         processor.num_additional_image_tokens = int(config.vision_feature_select_strategy == "default")
     load = library.AutoModelForImageTextToText.from_pretrained
-    model, info = fetch(load, name, "weights", dtype=resolve_dtype(dtype, target), output_loading_info=True)
+    options = {"dtype": resolve_dtype(dtype, target), "output_loading_info": True} | pinned
+    model, info = fetch(load, name, "weights", **options)
     if info["missing_keys"]:
         raise BadFile(
             f"{name} has no weights for {len(info['missing_keys'])} tensors of the model, such as "
             f"{sorted(info['missing_keys'])[0]}. The checkpoint is incomplete: download it again."
         )
     return model.to(target).eval(), processor
+
+
+def pin_image_backend(processor: Any, name: str, revision: str | None = None) -> Any:
+    """Make a processor resize images with Pillow, as all results were measured, even if torchvision is installed.
+
+    The two backends resize differently, which changes pixels and with them answers.
+    """
+    library, images = transformers(), getattr(processor, "image_processor", None)
+    if images is None or type(images).__name__.endswith("Pil") or not library.utils.is_torchvision_available():
+        return processor
+    options = {} if revision is None else {"revision": revision}
+    processor.image_processor = fetch(
+        library.AutoImageProcessor.from_pretrained, name, "preprocessor_config.json", backend="pil", **options
+    )
+    return processor
 
 
 # ---------------------------------------------------------------------- helpers for every loader
@@ -170,6 +205,21 @@ def transformers() -> Any:
     """Import transformers, or raise a plain error if it is missing."""
     with optional_import("Loading models needs", "torino[vlm]"):
         return import_module("transformers")
+
+
+@contextmanager
+def quiet_loading() -> Generator[Any]:
+    """Yield transformers with its progress bars, advice and warnings, and those of the hub client, turned off."""
+    library = transformers()
+    import huggingface_hub
+
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()
+    huggingface_hub.utils.disable_progress_bars()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield library
 
 
 def local_name(name_or_path: str | os.PathLike[str]) -> str:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torino.core.checks import check_choice
 from torino.core.errors import BadParameter
 from torino.reducers import Reducer
 from torino.vlm.adapters.base import Positions
+from torino.vlm.attention import Attention
 from torino.vlm.context import ActiveReduction, active_reduction
 from torino.vlm.limits import check_processor
-from torino.vlm.text_query import ClipText, Question, TextQuery, last_user_messages
+from torino.vlm.text_query import ClipText, Question, TextQuery, WordText, last_user_messages
 from torino.vlm.trace import Trace
 
 
@@ -61,9 +63,11 @@ class ReducingProcessor:
     processor : the model's own processor
     model : the model, whose vision tower is run
     reducer : Reducer
-    positions : {"auto", "compact", "original"}
-        As for :func:`torino.vlm.reduced`. Inputs cannot carry an attention bias, so attention is plain here.
-    text_query : ClipText or TextQuery, optional
+    positions : {"auto", "compact", "original", "median"}
+        As for :func:`torino.vlm.reduced`.
+    attention : {"auto", "plain"}
+        Plain in both cases: inputs for the unchanged model cannot carry another attention.
+    text_query : ClipText, WordText or TextQuery, optional
         For reducers that choose patches by a question: that of :meth:`ClipText.query`, or of a call (``question=``),
         or the user's last turn of a conversation, or all words of the prompt.
 
@@ -80,9 +84,16 @@ class ReducingProcessor:
         reducer: Reducer,
         *,
         positions: Positions = "auto",
-        text_query: ClipText | TextQuery | None = None,
+        attention: Attention = "auto",
+        text_query: ClipText | WordText | TextQuery | None = None,
     ) -> None:
         check_processor(processor)
+        check_choice("attention", attention, Attention, "auto or plain")
+        if attention not in ("auto", "plain"):
+            raise BadParameter(
+                f'attention="{attention}" cannot be part of inputs for the unchanged model, which ReducingProcessor '
+                "returns. Use reduced(model, reducer), or plain attention."
+            )
         self.processor = processor
         self.active: ActiveReduction = active_reduction(model, reducer, positions, text_query, "plain")
 

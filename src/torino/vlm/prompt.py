@@ -25,7 +25,7 @@ def user_turn(images: Sequence[Any], question: str) -> Turn:
 def check_question(question: str, processor: Any) -> None:
     """Refuse an empty question, and one that contains the image marker."""
     check_type("question", question, str, "text")
-    marker = str(getattr(processor, "image_token", None) or DEFAULT_MARKER)
+    marker = image_marker(processor)
     if not question.strip():
         raise BadParameter("The question is empty. Ask something, such as 'What is in this image?'.")
     if marker in question:
@@ -53,7 +53,7 @@ def write_prompt(conversation: Sequence[Turn], processor: Any, adapter: Adapter)
     TorinoError
         If the model has no chat template and none is known for its family, or if its template fails.
     """
-    marker = str(getattr(processor, "image_token", None) or DEFAULT_MARKER)
+    marker = image_marker(processor)
     family = str(adapter.config.model_type)
     turns: list[dict[str, Any]] = [
         {"role": str(turn["role"]), "content": [_part(part, marker) for part in turn["content"]]}
@@ -75,6 +75,17 @@ def write_prompt(conversation: Sequence[Turn], processor: Any, adapter: Adapter)
     images = f"{marker}{adapter.image_suffix}" * sum(part["type"] == "image" for part in parts)
     question = "\n".join(part["text"] for part in parts if part["type"] == "text")
     return adapter.prompt_template.format(images=images, question=question)
+
+
+def image_marker(processor: Any) -> str:
+    """Return the text that stands for an image in a prompt."""
+    return str(getattr(processor, "image_token", None) or DEFAULT_MARKER)
+
+
+def special_token_options(prompt: str, processor: Any) -> dict[str, Any]:
+    """Return the tokenizer options for a written prompt: no second start token if the template has written one."""
+    start = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
+    return {"add_special_tokens": False} if start and prompt.startswith(start) else {}
 
 
 def _part(part: Mapping[str, Any], marker: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,83 +21,37 @@ from torino.core.errors import BadParameter, MissingSignal, TorinoError
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage, synchronize
 from torino.datasets.images import Padding, Picture, as_seen, mean_color, open_image, prepare
-from torino.reducers import InTowerReducer, PositionMode, Reducer, as_in_tower
+from torino.reducers import InTowerReducer, Reducer, as_in_tower
 from torino.vlm import limits
 from torino.vlm.adapters.base import (
+    CLIP_SIGNALS,
     QUERY_SIGNALS,
     EncodedImages,
-    ImageEmbeds,
     Positions,
     adapter_for,
+    position_choice,
     position_mode,
 )
-from torino.vlm.attention import Attention, log_sizes, uses_proportional
+from torino.vlm.attention import Attention, attention_mode, make_bias
 from torino.vlm.early_exit import measure_early_exit
 from torino.vlm.generate import FirstTokenClock, GenerateCall, run_generate
+from torino.vlm.inputs import Inputs, ReducedImages
 from torino.vlm.loading import ModelPackage, load_model, model_package
 from torino.vlm.prefix import PrefixCache
-from torino.vlm.prompt import Turn, check_question, last_question, turn_images, user_turn, write_prompt
-from torino.vlm.text_query import ClipText, TextQuery
+from torino.vlm.prompt import (
+    Turn,
+    check_question,
+    last_question,
+    special_token_options,
+    turn_images,
+    user_turn,
+    write_prompt,
+)
+from torino.vlm.text_query import ClipText, TextQuery, WordText
 from torino.vlm.trace import Answer, Generated, ReducedCall, Trace
 
 if TYPE_CHECKING:
     from PIL import Image
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """Model inputs of one or several prompts, with all visual tokens.
-
-    Attributes
-    ----------
-    tensors : dict
-        Output of the model's processor, on the model's device.
-    prompts : tuple of str
-        The text of each prompt, with one marker per image.
-    conversations : tuple of conversations
-        What each prompt was written from.
-    images : tuple of PIL images
-        All images, in order, as the processor received them.
-    seconds : float
-        Time that opening and processing took.
-    """
-
-    tensors: dict[str, Any]
-    prompts: tuple[str, ...]
-    conversations: tuple[Sequence[Turn], ...] = ()
-    images: tuple[Image.Image, ...] = field(default=(), repr=False)
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, eq=False)
-class ReducedImages:
-    """The images of some inputs, reduced by one reducer and projected.
-
-    Attributes
-    ----------
-    plans : ReductionBatch
-        The reduction of each unit (image or tile).
-    encoded : EncodedImages
-    embeds : list of ImageEmbeds
-        What replaces the placeholders of each image.
-    seconds : dict
-        ``tower``, ``question``, ``plan``, ``projector`` and their parts. Work that several reducers share counts in
-        full for each of them.
-    positions : {"compact", "original"}
-    proportional : bool
-    """
-
-    plans: ReductionBatch
-    encoded: EncodedImages
-    embeds: list[ImageEmbeds]
-    seconds: dict[str, float]
-    positions: PositionMode
-    proportional: bool
-
-    @property
-    def tokens(self) -> int:
-        """Visual tokens that the language model receives."""
-        return sum(len(item.slots) for item in self.embeds)
 
 
 class Encoded:
@@ -165,8 +119,8 @@ class VLM:
         Stock Hugging Face objects; neither is changed.
     padding : {"crop", "square"}
         See :func:`torino.datasets.images.prepare`.
-    positions : {"auto", "compact", "original"}
-    attention : {"auto", "plain", "proportional"}
+    positions : {"auto", "compact", "original", "median"}
+    attention : {"auto", "plain", "proportional", "restore"}
         See :func:`torino.vlm.reduced`.
     text_query : ClipText, optional
         Reads the question for reducers that choose patches by it, such as ``cdpruner``.
@@ -200,7 +154,7 @@ class VLM:
         self.attention: Attention = attention
         self.text_query = text_query
         position_mode(positions, None)  # refuses an unknown option
-        uses_proportional(attention, None, self.adapter)  # refuses an unknown or unsupported option
+        attention_mode(attention, None, self.adapter)  # refuses an unknown or unsupported option
         self._color = mean_color(processor)
         weight = next(p for p in model.parameters() if p.is_floating_point())
         self.device, self.dtype = weight.device, weight.dtype
@@ -227,10 +181,7 @@ class VLM:
         prompts = [write_prompt(conversation, self.processor, self.adapter) for conversation in conversations]
         limits.check_characters(prompts, self.adapter.config)
         images = [[self.open(image) for image in turn_images(conversation)] for conversation in conversations]
-        options: dict[str, Any] = {}
-        start = getattr(getattr(self.processor, "tokenizer", None), "bos_token", None)
-        if start and prompts[0].startswith(start):
-            options["add_special_tokens"] = False  # the template has written the start token
+        options: dict[str, Any] = special_token_options(prompts[0], self.processor)
         if any(images):
             options["images"] = images[0] if len(images) == 1 else images
         if len(prompts) > 1:
@@ -265,12 +216,15 @@ class VLM:
         limits.check_reducer(reducer)
         if reducer is None or not self.adapter.needs(reducer) & QUERY_SIGNALS:
             return None
+        questions = [last_question(conversation) for conversation in inputs.conversations]
+        if not self.adapter.needs(reducer) & CLIP_SIGNALS:
+            return WordText(self.processor).query(questions)
         if self.text_query is None:
             raise MissingSignal(
                 f"{reducer.spec} chooses patches by the question, which the text tower of a CLIP must read. Give it "
                 "(--clip NAME, or text_query=load_clip_text(NAME)), or choose another method."
             )
-        return self.text_query.query([last_question(conversation) for conversation in inputs.conversations])
+        return self.text_query.query(questions)
 
     # ------------------------------------------------------------------ encode, reduce, generate
 
@@ -295,17 +249,20 @@ class VLM:
                     plans = self.adapter.plan(reducer, images)
             else:
                 self.adapter.check_plans(reducer, plans)
+            images, plans = self.adapter.place(images, plans, position_choice(self.positions, reducer))
             with stage("projector"):
                 embeds = self.adapter.embed(images, plans)
         if isinstance(cache, CachedEncoder):  # count what another reducer has already paid for
             planning["plan"] = planning.get("plan", 0.0) + cache.saved_seconds - before
+        mode = attention_mode(self.attention, reducer, self.adapter)
         return ReducedImages(
             plans,
             images,
             embeds,
             {**seconds, **planning},
             position_mode(self.positions, reducer),
-            uses_proportional(self.attention, reducer, self.adapter),
+            proportional=mode != "plain",
+            restore=mode == "restore",
         )
 
     @torch.no_grad()
@@ -323,7 +280,7 @@ class VLM:
         ----------
         inputs : Inputs
         reductions : sequence of ReducedImages
-            They must agree in ``positions`` and ``proportional``. Several reductions in one call are possible where
+            They must agree in ``positions`` and ``attention``. Several reductions in one call are possible where
             ``adapter.batches_reductions`` is True.
         prefix : PrefixCache, optional
             Shares the prompt up to the end of its images among several questions, where the family allows it.
@@ -343,10 +300,9 @@ class VLM:
         encoded = first.encoded if count == 1 else EncodedImages((), first.encoded.full * count)
         embeds = [item for reduction in reductions for item in reduction.embeds]
         short, _ = self.adapter.insert(call.inputs, encoded, embeds, first.positions, "left")
-        bias = None
-        if first.proportional:
-            plans = [plan for reduction in reductions for plan in reduction.plans]
-            bias = log_sizes(short, self.adapter.image_token, plans, [len(item.slots) for item in embeds])
+        sizes = [size for reduction in reductions for size in reduction.sizes]
+        patches = [number for reduction in reductions for number in reduction.patches]
+        bias = make_bias(first.attention, self.adapter, short, sizes, patches)
         begin = time.perf_counter()
         output = run_generate(
             call, cast(Any, self.model).generate, short, bias, first.positions, prefix=prefix, clock=clock

@@ -187,6 +187,32 @@ class ClipText:
 
     # ------------------------------------------------------------------ use in a model
 
+    def check(self, adapter: Adapter) -> None:
+        """Refuse a model whose vision tower does not belong to this CLIP."""
+        config, shape = getattr(adapter.config, "vision_config", None), self.vision
+        kind = str(getattr(config, "model_type", "none"))
+        if not kind.startswith("clip"):
+            raise MissingSignal(
+                f"The vision tower of {type(adapter.model).__name__} ({kind}) is not a CLIP tower, so its patches "
+                "cannot be compared with a question. Choose a reducer that does not read the question."
+            )
+        different = [key for key in SHAPE if getattr(config, key) != shape[key]]
+        if different:
+            key = different[0]
+            raise BadParameter(
+                f"This CLIP does not match the model's vision tower: its {key} is {shape[key]}, and the model's is "
+                f"{getattr(config, key)}. LLaVA-1.5 uses openai/clip-vit-large-patch14-336. If it is the right CLIP "
+                f"nevertheless, pass ClipText(..., vision={{{key!r}: {getattr(config, key)}}})."
+            )
+
+    def embed(self, adapter: Adapter, question: str) -> Tensor:
+        """Embed a question for a model; see :meth:`text`."""
+        return self.text(question)
+
+    def add(self, tokens: VisualTokens, text: Tensor) -> VisualTokens:
+        """Add both signals to the tokens of one unit."""
+        return _with_signals(tokens, self.joint(tokens.patches), text)
+
     def query(self, question: Question | None = None, *, prompts: Any = None) -> TextQuery:
         """Return the question for ``reduced(model, reducer, text_query=...)``.
 
@@ -201,11 +227,56 @@ class ClipText:
         return TextQuery(self, question, prompts)
 
 
+class WordText:
+    """The input embeddings of the language model for the words of a question: the signal ``words``, (m, E).
+
+    Special tokens are left out. Patches are compared with them after the projector, so every model can be used.
+
+    Parameters
+    ----------
+    tokenizer : tokenizer of the model, or a processor that has one
+
+    Examples
+    --------
+    ::
+
+        with reduced(model, make("mmtok", budget=64), text_query=WordText(processor).query("What is it?")):
+            model.generate(**inputs)
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        if not callable(self.tokenizer):
+            raise BadParameter(
+                f"WordText needs the tokenizer or the processor of the model, got {type(tokenizer).__name__}."
+            )
+
+    def query(self, question: Question | None = None, *, prompts: Any = None) -> TextQuery:
+        """Return the question for ``reduced(model, reducer, text_query=...)``; as :meth:`ClipText.query`."""
+        return TextQuery(self, question, self.tokenizer if prompts is None else prompts)
+
+    def check(self, adapter: Adapter) -> None:
+        """Accept every model."""
+
+    @torch.no_grad()
+    def embed(self, adapter: Adapter, question: str) -> Tensor:
+        """Return the input embedding of each token of a question."""
+        ids: list[int] = self.tokenizer(question, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise MissingSignal("The question is empty, and patches are chosen by it. Give a question.")
+        table: nn.Module = cast(Any, adapter.model).get_input_embeddings()
+        return table(torch.tensor(ids, device=next(table.parameters()).device)).float()
+
+    def add(self, tokens: VisualTokens, text: Tensor) -> VisualTokens:
+        """Add the signal to the tokens of one unit."""
+        return tokens.with_(signals={**tokens.signals, "words": text.to(tokens.patches.device)})
+
+
 @dataclass(frozen=True)
 class TextQuery:
-    """A question, or a decoder of prompts to read it from, and the text tower. See :meth:`ClipText.query`."""
+    """A question, or a decoder of prompts to read it from, and what reads it. See :meth:`ClipText.query`."""
 
-    clip: ClipText
+    reader: ClipText | WordText
     question: Question | None = None
     prompts: Any = None
 
@@ -227,16 +298,15 @@ class TextQuery:
     @torch.no_grad()
     def add(self, adapter: Adapter, encoded: EncodedImages, inputs: Mapping[str, Any]) -> EncodedImages:
         """Add the signals of the question to every unit, each with the question of its prompt."""
-        self._check_tower(adapter)
+        self.reader.check(adapter)
         questions = self._questions(inputs, adapter.image_token)
         rows = _image_rows(inputs["input_ids"], adapter.image_token, encoded.full)
         # Each question is embedded separately, so that its embedding does not depend on the others in the batch.
-        texts = {question: self.clip.text(question) for question in {questions[row] for row in rows}}
+        texts = {
+            question: self.reader.embed(adapter, question) for question in sorted({questions[row] for row in rows})
+        }
         per_unit = [texts[questions[row]] for row, units in zip(rows, encoded.units, strict=True) for _ in range(units)]
-        tokens = [
-            _with_signals(unit, self.clip.joint(unit.patches), text)
-            for unit, text in zip(encoded.tokens, per_unit, strict=True)
-        ]
+        tokens = [self.reader.add(unit, text) for unit, text in zip(encoded.tokens, per_unit, strict=True)]
         return replace(encoded, tokens=tuple(tokens))
 
     def _questions(self, inputs: Mapping[str, Any], image_token: int) -> list[str]:
@@ -263,24 +333,6 @@ class TextQuery:
             str(decoder.decode(row[is_word].tolist(), skip_special_tokens=True)).strip()
             for row, is_word in zip(ids, is_text, strict=True)
         ]
-
-    def _check_tower(self, adapter: Adapter) -> None:
-        """Refuse a model whose vision tower does not belong to this CLIP."""
-        config, shape = getattr(adapter.config, "vision_config", None), self.clip.vision
-        kind = str(getattr(config, "model_type", "none"))
-        if not kind.startswith("clip"):
-            raise MissingSignal(
-                f"The vision tower of {type(adapter.model).__name__} ({kind}) is not a CLIP tower, so its patches "
-                "cannot be compared with a question. Choose a reducer that does not read the question."
-            )
-        different = [key for key in SHAPE if getattr(config, key) != shape[key]]
-        if different:
-            key = different[0]
-            raise BadParameter(
-                f"This CLIP does not match the model's vision tower: its {key} is {shape[key]}, and the model's is "
-                f"{getattr(config, key)}. LLaVA-1.5 uses openai/clip-vit-large-patch14-336. If it is the right CLIP "
-                f"nevertheless, pass ClipText(..., vision={{{key!r}: {getattr(config, key)}}})."
-            )
 
 
 def last_user_messages(conversation: Any) -> list[str] | None:

@@ -87,7 +87,7 @@ def load_tower(
         raise TorinoError(f"{name} ({config.model_type}) has no supported vision tower. Supported: {SUPPORTED}.")
     module, cls = TOWERS[kind]
     load = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), cls).from_pretrained
-    processor = fetch(library.AutoImageProcessor.from_pretrained, name, "preprocessor_config.json")
+    processor = fetch(library.AutoImageProcessor.from_pretrained, name, "preprocessor_config.json", backend="pil")
     encoder = _tower_name(config, vision_config, name)
     model, missing = load_partial(
         load, name, config=vision_config, dtype=resolve_dtype(dtype, target), key_mapping=TOWER_PREFIXES

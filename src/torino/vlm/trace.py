@@ -41,6 +41,10 @@ class ReducedCall:
         per row.
     padding : str
         How the images were brought to the shape of the tower: ``"square"``, ``"crop"``, or ``""`` if unknown.
+    sizes : tuple of Tensor
+        For each image, the patches that each of its tokens represents; 0 for separators and registers.
+    patches : tuple of int
+        Patches of each image.
     """
 
     reductions: tuple[Reduction, ...]
@@ -49,6 +53,8 @@ class ReducedCall:
     seconds: dict[str, float]
     bytes_saved: int = 0
     padding: str = ""
+    sizes: tuple[Tensor, ...] = ()
+    patches: tuple[int, ...] = ()
 
 
 @dataclass

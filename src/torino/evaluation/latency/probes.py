@@ -149,6 +149,7 @@ def random_signal(name: str, n: int, width: int, source: torch.Generator) -> Ten
         "projected": (n, 4096),
         "joint": (n, 768),
         "text": (1, 768),
+        "words": (8, 4096),
     }
     values = torch.randn(shapes.get(kind, (n, width)), generator=source)
     return (2 * values).softmax(-1) if "attention" in kind else values

@@ -70,7 +70,7 @@ def render_page(
         level=level,
         warnings=warnings,
         statements=statements,
-        tiers=[_build_tier(tier, table, level) for tier in table.tiers],
+        tiers=[_build_tier(tier, table, level) for tier in table.tiers] + _build_difficult(summary),
         figures=[(caption, Markup(strip_xml_header(svg))) for caption, svg in figures.items()],
         facts=facts,
         tasks=summary["run"]["tasks"],
@@ -99,13 +99,35 @@ def _read_asset(name: str) -> str:
 def _build_tier(tier: TierTable, table: ReportTable, level: str) -> dict[str, Any]:
     with_plan = tier.tier != "full"
     headings = ["Method", "Tokens", *table.columns.values()]
-    headings += ["Δ Rel.", "p"] if tier.versus else []
+    headings += ["Δ Rel.", "p (Holm)"] if tier.versus else []
     headings += ["Failed", "Unparsed", *(["Plan, ms"] if with_plan else [])]
     rows = [
         {"css": _row_class(row), "cells": _build_cells(row, table, level, bool(tier.versus), with_plan)}
         for row in tier.rows
     ]
     return {"heading": tier.heading, "versus": tier.versus, "headings": headings, "rows": rows}
+
+
+def _build_difficult(summary: Summary) -> list[dict[str, Any]]:
+    """Return the tables of difficult questions: answered with all tokens and not with a smaller image."""
+    tables: list[dict[str, Any]] = []
+    for tier in summary["tiers"]:
+        rows: list[dict[str, Any]] = []
+        for row in tier["rows"]:
+            score = row.get("difficult")
+            if score is None:
+                continue
+            small = "" if score["low"] is None else f"{score['low']:.1f}–{score['high']:.1f}"
+            cells = [PageCell(row["label"], row["label"], title=str(row["spec"]))]
+            cells += [PageCell(score["questions"], f"{score['questions']:,}")]
+            cells += [PageCell(score["value"], f"{score['value']:.2f}", small=small, css="relative")]
+            rows.append({"css": "torino" if row["method"].startswith("torino-") else "", "cells": cells})
+        if rows:
+            heading = f"Difficult questions of tier {tier['tier']}: answered with all tokens, not with a smaller image"
+            tables.append(
+                {"heading": heading, "versus": "", "headings": ["Method", "Questions", "Score"], "rows": rows}
+            )
+    return tables
 
 
 def _row_class(row: TableRow) -> str:
@@ -162,5 +184,5 @@ def _difference_cells(row: Mapping[str, Any] | None) -> list[PageCell]:
     small = f"{difference['low']:+.2f} to {difference['high']:+.2f}"
     return [
         PageCell(difference["value"], f"{difference['value']:+.2f}", small=small),
-        PageCell(difference["p"], format_p(difference["p"])),
+        PageCell(difference["p_holm"], format_p(difference["p_holm"])),
     ]

@@ -27,6 +27,11 @@ from torino.evaluation.reporting.tables import (
     to_markdown,
 )
 
+DIFFICULT = (
+    "Questions that the model answers with all tokens and not with a smaller image of the same tier (`downsample`), as "
+    "in VTC-Bench: mean score in percent over the questions of all tasks."
+)
+
 
 def write_report(
     summary: Summary,
@@ -79,6 +84,8 @@ def write_markdown(summary: Summary, table: ReportTable) -> str:
     parts += [f"> {_one_line(statement)}" for statement in list_statements(summary, table)]
     parts += ["## Scores", _legend(summary), to_markdown(table)]
     parts += ["## Confidence intervals of relative scores", _interval_tables(summary, table)]
+    if difficult := _difficult_tables(summary):
+        parts += ["## Difficult questions", DIFFICULT, difficult]
     parts += ["## Answers", _answer_table(summary)]
     facts = "\n".join(f"- {name}: {_one_line(value)}" for name, value in list_facts(summary).items() if value)
     parts += ["## Configuration", facts, _task_table(summary)]
@@ -206,7 +213,7 @@ def _interval_tables(summary: Summary, table: ReportTable) -> str:
         if tier.tier == "full" or not rows:
             continue
         headings = ["Method", "Tokens, mean", "10th–90th percentile", "Relative", f"{summary['level']:.0%} interval"]
-        headings += [f"Difference to {tier.versus}", "p"] if tier.versus else []
+        headings += [f"Difference to {tier.versus}", "p (Holm)"] if tier.versus else []
         lines = [headings, ["---", *["---:"] * (len(headings) - 1)]]
         for label, row in rows:
             relative = row["relative"]
@@ -216,10 +223,25 @@ def _interval_tables(summary: Summary, table: ReportTable) -> str:
                 cells += (
                     ["", ""]
                     if difference is None
-                    else [f"{difference['value']:+.2f} {_bounds(difference)}", format_p(difference["p"])]
+                    else [f"{difference['value']:+.2f} {_bounds(difference)}", format_p(difference["p_holm"])]
                 )
             lines.append(cells)
         parts.append(f"**{tier.heading}**\n\n{markdown_grid(lines)}")
+    return "\n\n".join(parts)
+
+
+def _difficult_tables(summary: Summary) -> str:
+    """Format the scores on difficult questions, one table per tier that has them."""
+    parts: list[str] = []
+    for tier in summary["tiers"]:
+        rows = [row for row in tier["rows"] if row.get("difficult") is not None]
+        if not rows:
+            continue
+        lines = [["Method", "Questions", "Score", f"{summary['level']:.0%} interval"], ["---", *["---:"] * 3]]
+        for row in sorted(rows, key=lambda row: -row["difficult"]["value"]):
+            score = row["difficult"]
+            lines.append([row["label"], f"{score['questions']:,}", f"{score['value']:.2f}", _bounds(score)])
+        parts.append(f"**Tier {tier['tier']}**\n\n{markdown_grid(lines)}")
     return "\n\n".join(parts)
 
 

@@ -36,6 +36,15 @@ class RelativeScore(TypedDict):
     left_out: list[str]
 
 
+class DifficultScore(TypedDict):
+    """Score on the questions that all tokens answer and a smaller image does not."""
+
+    value: Measure
+    low: Measure | None
+    high: Measure | None
+    questions: Count
+
+
 class TaskDifference(TypedDict):
     """Difference between two settings on a task."""
 
@@ -46,8 +55,9 @@ class TaskDifference(TypedDict):
 
 
 class RelativeDifference(TaskDifference):
-    """Difference between the relative scores of two settings."""
+    """Difference between the relative scores of two settings; ``p_holm`` is corrected for all rows of the tier."""
 
+    p_holm: Measure
     tasks: dict[str, TaskDifference]
 
 
@@ -89,6 +99,7 @@ class ScoresRow(TypedDict):
     scores: dict[str, TaskScore]
     relative: RelativeScore | None
     versus: RelativeDifference | None
+    difficult: NotRequired[DifficultScore | None]
 
 
 class ScoresTier(TypedDict):

@@ -20,6 +20,7 @@ from torino.evaluation.benchmarks import find_benchmark
 from torino.evaluation.judge import Grader
 from torino.evaluation.plausibility import find_implausible
 from torino.evaluation.protocol import KD_METHODS, NO_SAE, Setting
+from torino.evaluation.reporting.difficult import add_difficult
 from torino.evaluation.reporting.scores_file import FORMAT, SCORES, read_scores
 from torino.evaluation.results import SETTINGS, Run, open_run
 from torino.evaluation.scoring import Score, ScoreStats
@@ -28,6 +29,7 @@ from torino.evaluation.statistics import (
     LEVEL,
     Interval,
     SeedInterval,
+    holm,
     relative_difference,
     relative_interval,
     relative_seed_interval,
@@ -94,6 +96,7 @@ def summarize(
         column["note"] = scorer.notes.get(column["task"], "")
     summary["warnings"] = [item.to_dict() for item in find_implausible(run, opened, scorer.rows)]
     _compare(scorer, summary, versus)
+    add_difficult(summary, scorer)
     weights = [item.metadata.get("weights") for item in (run, baseline or run)]
     if None not in weights and weights[0] != weights[1]:
         summary["notes"].append("The baseline was answered with other model weights than this run.")
@@ -417,6 +420,9 @@ def _compare(scorer: _RunScorer, summary: Summary, versus: str | None) -> None:
         for row in tier["rows"]:
             if row is not reference:
                 row["versus"] = scorer.difference(row["ids"], reference["ids"])
+        differences = [row["versus"] for row in tier["rows"] if row.get("versus")]
+        for difference, p in zip(differences, holm([item["p"] for item in differences]), strict=True):
+            difference["p_holm"] = p
     if versus is not None and not compared:
         raise BadParameter(
             f"No setting of this run is called {versus!r}. Give a method, such as visionzip, or one of: "

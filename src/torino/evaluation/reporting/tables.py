@@ -102,9 +102,12 @@ def build_table(summary: Summary, papers: Sequence[PaperTable] = ()) -> ReportTa
 
 
 def select_paper_tables(summary: Summary, name: str | None = None) -> list[PaperTable]:
-    """Return the paper's tables to compare a run with: the named one, else those of the model's size."""
+    """Return the paper's tables to compare a run with: those named, else those of the model's size.
+
+    Several names are separated by commas.
+    """
     if name:
-        return [paper_table(name)]
+        return [paper_table(word.strip()) for word in name.split(",")]
     size = "13b" if "13b" in str(summary["run"].get("model", "")).lower() else "7b"
     names = [f"llava-1.5-{size}-x64", f"llava-1.5-{size}-x64-fixed"]
     return [paper_table(item) for item in names if item in table_names()]
@@ -208,7 +211,7 @@ def to_csv(table: ReportTable) -> str:
 def to_detailed_csv(summary: Summary) -> str:
     """Format all results as CSV: one line per method and task, and one for each relative score."""
     names = ["tier", "method", "spec", "sae", "seeds", "task", "metric", "value", "low", "high", "sd", "difference"]
-    names += ["difference_low", "difference_high", "p", "questions", "of", "failed", "unparsed", "unanswered"]
+    names += ["difference_low", "difference_high", "p", "p_holm", "questions", "of", "failed", "unparsed", "unanswered"]
     names += ["images", "tokens_mean", "tokens_p10", "tokens_median", "tokens_p90", "tokens_min", "tokens_max"]
     lines: list[dict[str, Any]] = []
     for row in iter_rows(summary):
@@ -226,6 +229,13 @@ def to_detailed_csv(summary: Summary) -> str:
                 | counts
                 | {"images": tokens.get("images", "")}
                 | {f"tokens_{name}": round(tokens[name], 3) if name in tokens else "" for name in statistics}
+            )
+        if row.get("difficult") is not None:
+            lines.append(
+                common
+                | {"task": "difficult", "metric": "mean score on difficult questions"}
+                | {"questions": row["difficult"]["questions"]}
+                | _interval_columns(row["difficult"])
             )
         if row["relative"] is not None:
             mean = "" if row["tokens"] is None else round(row["tokens"], 3)
@@ -350,7 +360,9 @@ def _difference_columns(difference: Mapping[str, Any] | None) -> dict[str, Any]:
     if difference is None:
         return {}
     keys = {"difference": "value", "difference_low": "low", "difference_high": "high"}
-    return {name: round(difference[key], 4) for name, key in keys.items()} | {"p": f"{difference['p']:.4f}"}
+    corrected = {"p_holm": f"{difference['p_holm']:.4f}"} if "p_holm" in difference else {}  # not for single tasks
+    rounded = {name: round(difference[key], 4) for name, key in keys.items()}
+    return rounded | {"p": f"{difference['p']:.4f}"} | corrected
 
 
 def _cell_to_markdown(cell: TableCell, measured: bool) -> str:

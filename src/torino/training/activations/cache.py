@@ -18,6 +18,7 @@ from torch import Tensor
 from torino.core.checks import expand_path, to_integer
 from torino.core.checksum import with_checksum
 from torino.core.errors import BadFile, BadParameter, BadTokens
+from torino.core.shards import SHARDS
 from torino.datasets import Photos, hash_sample
 from torino.datasets.images import Padding
 from torino.training.activations.extraction import (
@@ -33,7 +34,6 @@ from torino.training.activations.shards import (
     CARD,
     DTYPES,
     NAMES,
-    SHARDS,
     SKIPPED,
     CacheSettings,
     open_shards,
@@ -41,7 +41,7 @@ from torino.training.activations.shards import (
     write_shard,
 )
 from torino.training.activations.store import Store
-from torino.training.files import LOCK_FILE, cannot_write, lock_folder, write_text
+from torino.training.files import lock_folder, prepare_folder, write_text
 from torino.vlm.towers import Tower
 
 SHARD_ROWS = 65536
@@ -171,18 +171,7 @@ def _make_settings(extractor: RowExtractor, dtype: str, photos_per_shard: int) -
 @contextmanager
 def _lock_store(folder: Path) -> Generator[None]:
     """Create the folder, lock it against other runs, and remove temporary files of killed runs."""
-    known = (CARD, NAMES, SKIPPED, SHARDS, LOCK_FILE)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        others = [path.name for path in folder.iterdir() if path.name not in known and not path.name.startswith(".")]
-        if others and not (folder / CARD).is_file():
-            raise BadFile(
-                f"{folder} contains other files, such as {others[0]}, and no activation store. "
-                "Use a new or empty folder."
-            )
-        (folder / SHARDS).mkdir(exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    prepare_folder(folder, (CARD, NAMES, SKIPPED), "activation store")
     in_use = f"Another run is caching activations in {folder}. Wait until it ends, or use another folder."
     with lock_folder(folder, in_use):
         for pattern in (*(f".{name}.*" for name in (CARD, NAMES, SKIPPED)), f"{SHARDS}/.*"):

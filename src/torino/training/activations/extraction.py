@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 import zlib
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +19,7 @@ from torino.core.checks import describe_value
 from torino.core.errors import BadParameter, TorinoError
 from torino.datasets import Photos, SourceUnavailable, escape_surrogates
 from torino.datasets.images import Padding, mean_color, open_image, prepare
+from torino.datasets.prefetch import decoding_threads, prefetch
 from torino.training.activations.selection import SkippedPhoto, TokenSelection
 from torino.vlm.towers import Tower
 
@@ -72,31 +70,16 @@ class RowExtractor:
         self.selection = TokenSelection.parse(tokens)
         self.selection.check_tower(tower.has_cls, tower.origin.encoder)
         self.names = photos.names()
-        # a tower on the CPU uses all cores, so more decoding threads would only slow it down
-        on_cpu = next(tower.model.parameters()).device.type == "cpu"
-        self.workers = 1 if on_cpu else min(16, os.cpu_count() or 1)
+        self.workers = decoding_threads(next(tower.model.parameters()).device.type)
 
     def extract(self, batches: Iterable[Sequence[int]]) -> Generator[list[ExtractedRows | SkippedPhoto]]:
         """Yield the rows of batches of photos in order; threads decode the next batches while the tower runs.
 
         A photo that cannot be read, or that the tower rejects, is skipped; the others are not affected.
         """
-        remaining = iter(batches)
-        waiting: deque[list[Future[_PreparedPhoto | SkippedPhoto]]] = deque()
-        pool = ThreadPoolExecutor(self.workers, "photos")
-        try:
-            while True:
-                # decode two batches ahead, or more if that is needed to keep every thread busy
-                while len(waiting) < 3 or sum(map(len, waiting)) < 2 * self.workers:
-                    batch = next(remaining, None)
-                    if batch is None:
-                        break
-                    waiting.append([pool.submit(self._prepare, index) for index in batch])
-                if not waiting:
-                    return
-                yield self._extract_batch([future.result() for future in waiting.popleft()])
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        with closing(prefetch(batches, self._prepare, self.workers)) as prepared:
+            for photos in prepared:
+                yield self._extract_batch(photos)
 
     def rows_per_photo(self) -> int:
         """Return the number of rows per photo; for ``all``, that of the first readable photo."""
@@ -121,10 +104,7 @@ class RowExtractor:
         except (SourceUnavailable, MemoryError, torch.OutOfMemoryError):  # not caused by this photo
             raise
         except Exception as error:  # decoders and processors raise many kinds of errors
-            reason = _one_line(error)
-            if isinstance(data, Path):  # a store must not contain paths of the machine it was made on
-                reason = reason.replace(escape_surrogates(str(data)), self.names[index])
-            return SkippedPhoto(index, self.names[index], reason)
+            return SkippedPhoto(index, self.names[index], describe_failure(error, data, self.names[index]))
         return _PreparedPhoto(index, inputs)
 
     def _extract_batch(self, batch: Sequence[_PreparedPhoto | SkippedPhoto]) -> list[ExtractedRows | SkippedPhoto]:
@@ -171,6 +151,15 @@ class _PreparedPhoto:
 
 def _input_shape(photo: _PreparedPhoto) -> object:
     return None if "image_grid_thw" in photo.inputs else photo.inputs["pixel_values"].shape
+
+
+def describe_failure(error: Exception, data: object = None, name: str = "") -> str:
+    """Return on one line why a photo could not be used.
+
+    A path of the photo is replaced by its name: a store must not contain paths of the machine it was made on.
+    """
+    reason = _one_line(error)
+    return reason.replace(escape_surrogates(str(data)), name) if isinstance(data, Path) else reason
 
 
 def _one_line(error: Exception) -> str:

@@ -12,15 +12,13 @@ Shard k holds the photos from k × ``photos_per_shard`` on, so any shard can be 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from math import prod
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -29,23 +27,18 @@ from torch import Tensor
 from torino.core.checksum import verify_safetensors
 from torino.core.errors import BadFile
 from torino.core.io import check_tensors, read_json, write_arrays
-from torino.core.safety import check_size
-from torino.core.schema import JSON_SHARE, Count, Positive, check_schema, parse_json
-from torino.core.verified import VerifiedFiles
+from torino.core.schema import Positive, check_schema
+from torino.core.shards import (
+    MAX_SHARDS,
+    METADATA,
+    ShardedSettings,
+    map_safetensors,
+    open_each_shard,
+)
 from torino.training.activations.selection import SkippedPhoto, TokenSelection
 
-CARD, NAMES, SKIPPED, SHARDS = "card.json", "photos.jsonl", "skipped.txt", "shards"
-MAX_SHARDS = 1_000_000  # of up to 1,024 photos each
+CARD, NAMES, SKIPPED = "card.json", "photos.jsonl", "skipped.txt"
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
-_SAFETENSORS_DTYPES = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I32": torch.int32}
-
-
-class ShardTensor(TypedDict):
-    """Location of a tensor in a shard."""
-
-    dtype: Literal["F16", "F32", "F64", "I32"]
-    shape: list[Count]
-    data_offsets: list[Count]
 
 
 class ShardMetadata(TypedDict):
@@ -57,7 +50,7 @@ class ShardMetadata(TypedDict):
 
 
 @dataclass(frozen=True)
-class CacheSettings:
+class CacheSettings(ShardedSettings):
     """Settings that determine the rows of a store; the card contains these fields.
 
     Attributes
@@ -103,25 +96,6 @@ class CacheSettings:
             ) from error
         return settings
 
-    @property
-    def digest(self) -> str:
-        """Hash of the settings, which every shard contains."""
-        values = {name: value for name, value in asdict(self).items() if name != "data"}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-
-    @property
-    def shards(self) -> int:
-        """Number of shards of the complete store."""
-        return -(-self.photos // self.photos_per_shard)
-
-    def photo_range(self, shard: int) -> range:
-        """Return the indices of the photos of a shard."""
-        return range(shard * self.photos_per_shard, min((shard + 1) * self.photos_per_shard, self.photos))
-
-    def shard_path(self, folder: Path, shard: int) -> Path:
-        """Return the path of a shard."""
-        return folder / SHARDS / f"{shard:05d}.safetensors"
-
 
 # ------------------------------------------------------------------ shards
 
@@ -159,7 +133,9 @@ class Shard:
     @classmethod
     def open(cls, path: Path, digest: str) -> Shard:
         """Map a shard into memory; raise :class:`BadFile` if it is truncated or has other settings."""
-        tensors, header = _map_safetensors(path)
+        tensors, header = map_safetensors(
+            path, ShardMetadata, ("rows", "counts", "grids", "sums"), "an activation store"
+        )
         if header["settings"] != digest:
             raise BadFile(f"{path} was written with other settings than its store.")
         entries = [dict(zip(("index", "name", "reason"), entry, strict=False)) for entry in header["skipped"]]
@@ -204,7 +180,7 @@ def write_shard(
         tensors["patches"] = patches
     entries = [list(vars(photo).values()) for photo in skipped]
     header = {"settings": digest, "crc32": _checksum(tensors), "skipped": entries}
-    write_arrays(path, tensors, {"torino": json.dumps(header, ensure_ascii=False)})
+    write_arrays(path, tensors, {METADATA: json.dumps(header, ensure_ascii=False)})
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
@@ -227,46 +203,6 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     return f"{crc:08x}"
 
 
-def _map_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Map the tensors of a shard into memory and read its metadata."""
-    damaged = f"{path} is truncated or damaged"
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= size - 8:
-                raise BadFile(f"{damaged}.")
-            check_size(f"The header of {path}", length, JSON_SHARE)
-            header: dict[str, Any] = parse_json(file.read(length), dict)
-        texts = header.pop("__metadata__")
-        check_schema(texts, dict[str, str])
-        metadata: dict[str, Any] = parse_json(texts["torino"], ShardMetadata)
-        check_schema(header, dict[str, ShardTensor])
-        if {"rows", "counts", "grids", "sums"} - set(header):
-            raise BadFile(f"{path} is not a shard of an activation store.")
-        expected = 8 + length + max(int(entry["data_offsets"][1]) for entry in header.values())
-        if size != expected:
-            raise BadFile(f"{damaged}: it has {size:,} bytes instead of {expected:,}.")
-        # torch maps without keeping the file open: a store may have more shards than a process may have open files
-        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
-        tensors: dict[str, Tensor] = {}
-        for name, entry in header.items():
-            start, stop = entry["data_offsets"]
-            dtype, shape = _SAFETENSORS_DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if stop - start != prod(shape) * dtype.itemsize:
-                raise BadFile(f"{damaged}.")
-            aligned = (data.storage_offset() + start) % dtype.itemsize == 0
-            part = data[start:stop] if aligned else data[start:stop].clone()
-            tensors[name] = part.view(dtype).view(shape)
-    except OSError as error:
-        raise BadFile(f"Cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-        if isinstance(error, BadFile):
-            raise
-        raise BadFile(f"{damaged} ({type(error).__name__}).") from error
-    return tensors, metadata
-
-
 def read_card(folder: Path) -> dict[str, Any]:
     """Read the card of a store."""
     if not os.path.isfile(folder / CARD):  # noqa: PTH113 (Path raises for odd names)
@@ -284,25 +220,15 @@ def open_shards(
     The checksum of a shard, which needs all its data to be read, is verified once: not again until the file changes,
     unless ``verify_again``.
     """
-    shards: dict[int, Shard] = {}
-    faults: dict[int, str] = {}
-    verified = VerifiedFiles(folder / SHARDS)
     if settings.shards > MAX_SHARDS:
         raise BadFile(f"{folder / CARD} declares {settings.shards:,} shards; torino accepts up to {MAX_SHARDS:,}.")
-    for number in range(settings.shards):
-        path = settings.shard_path(folder, number)
-        if not path.is_file():
-            faults[number] = f"{path} is missing."
-            continue
-        try:
-            shard = Shard.open(path, settings.digest)
-            _check_shard(shard, settings, len(settings.photo_range(number)))
-            verified.check(path, shard.verify, again=verify_again)
-            shards[number] = shard
-        except BadFile as error:
-            faults[number] = str(error)
-    verified.save()
-    return shards, faults
+
+    def open_shard(number: int, path: Path) -> Shard:
+        shard = Shard.open(path, settings.digest)
+        _check_shard(shard, settings, len(settings.photo_range(number)))
+        return shard
+
+    return open_each_shard(folder, settings, open_shard, verify_again=verify_again)
 
 
 def _check_shard(shard: Shard, settings: CacheSettings, photos: int) -> None:

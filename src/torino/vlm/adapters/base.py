@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
@@ -14,89 +14,22 @@ from torch import Tensor, nn
 
 from torino.core.checks import check_choice, check_tensor, check_type, describe_value
 from torino.core.errors import BadParameter, MissingSignal, TorinoError, unknown_name
+from torino.core.placement import place_at_median
 from torino.core.plugins import load_plugins
-from torino.core.ragged import Ragged
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage
 from torino.core.tokens import VisualTokens
-from torino.reducers import InTowerReducer, PositionMode, Reducer, as_in_tower
+from torino.reducers import Downsample, InTowerReducer, KeepShare, PositionMode, Reducer, as_in_tower
+from torino.vlm.adapters.encoded import EncodedImages, ImageEmbeds
 from torino.vlm.insertion import ShortenedPrompt, Side, shorten_prompt
 from torino.vlm.trace import ReducedCall
 
 if TYPE_CHECKING:
     from torino.vlm.text_query import TextQuery
 
-Positions = Literal["auto", "compact", "original"]
-QUERY_SIGNALS = frozenset({"joint", "text"})  # computed from the question, not by the tower: torino.vlm.text_query
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """The arrangement of the units of one image.
-
-    Attributes
-    ----------
-    views : tuple of int
-        The view that each unit shows: 0 is the whole image, then the tiles row by row. A tile that shows only padding
-        has no unit.
-    layout : (int, int)
-        Rows and columns of tiles.
-    """
-
-    views: tuple[int, ...]
-    layout: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class EncodedImages:
-    """The tower's output for the images of one call.
-
-    Attributes
-    ----------
-    tokens : tuple of VisualTokens
-        The units to plan, in order: images, or tiles of images.
-    full : tuple of int
-        Placeholders of each image in the prompt.
-    extra : object
-        Whatever the adapter needs again in :meth:`Adapter.embed`.
-    tilings : tuple of Tiling
-        The arrangement of the units of each image, where an image is encoded whole and in tiles; otherwise empty.
-    reduced_tokens : tuple of Tensor of shape (M, D)
-        Output of a tower in which a reducer was active; ``tokens`` is empty then.
-    """
-
-    tokens: tuple[VisualTokens, ...]
-    full: tuple[int, ...]
-    extra: Any = None
-    tilings: tuple[Tiling, ...] = ()
-    reduced_tokens: tuple[Tensor, ...] = ()
-
-    def reduced(self, plans: ReductionBatch, cls: Sequence[Tensor] | None = None) -> Ragged:
-        """Return the reduced tokens of each unit: the plans applied, or what the tower already reduced."""
-        if self.reduced_tokens:
-            return Ragged.of(self.reduced_tokens)
-        return plans.apply([unit.patches for unit in self.tokens], cls)
-
-    @property
-    def units(self) -> list[int]:
-        """Number of units of each image."""
-        return [len(tiling.views) for tiling in self.tilings] or [1] * len(self.full)
-
-
-@dataclass(frozen=True)
-class ImageEmbeds:
-    """What replaces the placeholders of one image.
-
-    Attributes
-    ----------
-    features : Tensor of shape (n, E)
-        Its tokens in the input space of the language model.
-    slots : Tensor of shape (n,), int64
-        The placeholder of the image, counted from 0, that each token replaces; increasing.
-    """
-
-    features: Tensor
-    slots: Tensor
+Positions = Literal["auto", "compact", "original", "median"]
+CLIP_SIGNALS = frozenset({"joint", "text"})  # computed from the question by a CLIP: torino.vlm.text_query
+QUERY_SIGNALS = CLIP_SIGNALS | {"words"}  # computed from the question, not by the tower
 
 
 class Adapter(ABC):
@@ -115,7 +48,11 @@ class Adapter(ABC):
     tiles: ClassVar[bool] = False
     """Whether images are split into tiles (``EncodedImages.tilings``)."""
     proportional_attention: ClassVar[bool] = False
-    """Whether every visual token of the prompt represents patches, so that proportional attention is defined."""
+    """Whether :meth:`embed` returns the number of patches of each token, which other attention than plain needs."""
+    position_axes: ClassVar[int] = 1
+    """Axes of the positions of a patch: 1 if patches are numbered, 2 for rows and columns."""
+    projects_patches: ClassVar[bool] = False
+    """Whether :meth:`encode` provides the signal ``"projected"``: the patches in the space of the language model."""
     shares_prefix: ClassVar[bool] = False
     """Whether the prompt up to the end of its images can be read once for several questions: attention is causal and
     positions simply count."""
@@ -123,6 +60,9 @@ class Adapter(ABC):
     """Prompt for checkpoints without a chat template, with ``{images}`` and ``{question}``; empty if there is none."""
     image_suffix: ClassVar[str] = ""
     """Text after each image marker in ``prompt_template``."""
+    separates_images: ClassVar[bool] = False
+    """Whether each image can be encoded by itself: its marker in the prompt becomes its placeholders and nothing else,
+    and positions and outputs are plain. A server can then cache reduced images; see :mod:`torino.vlm.batching`."""
     in_tower_refusal: ClassVar[str] = "torino does not run the blocks of its tower one by one"
     """Why no reducer can run inside the tower; empty where one can."""
 
@@ -143,7 +83,24 @@ class Adapter(ABC):
     def encode_in_tower(
         self, inputs: Mapping[str, Any], reducer: InTowerReducer
     ) -> tuple[EncodedImages, ReductionBatch]:
-        """Run the tower with a reducer active in its blocks; return its output and the plans."""
+        """Run the tower on smaller images, or with a reducer active in its blocks; return its output and the plans."""
+        if reducer.on_pixels:
+            return self.encode_smaller(inputs, cast("Downsample | KeepShare", reducer))
+        return self.encode_in_blocks(inputs, reducer)
+
+    def encode_smaller(
+        self, inputs: Mapping[str, Any], reducer: Downsample | KeepShare
+    ) -> tuple[EncodedImages, ReductionBatch]:
+        """Run the tower on smaller images."""
+        raise TorinoError(
+            f"{reducer.spec} shrinks the image before the vision tower, and {type(self.model).__name__} needs images "
+            "of its own size, for tiles or cells of several patches. Choose pool, which averages tokens."
+        )
+
+    def encode_in_blocks(
+        self, inputs: Mapping[str, Any], reducer: InTowerReducer
+    ) -> tuple[EncodedImages, ReductionBatch]:
+        """Run the tower with a reducer active in its blocks."""
         raise TorinoError(
             f"{reducer.spec} runs inside the vision tower, block by block, which {type(self.model).__name__} does not "
             f"allow: {self.in_tower_refusal}. Choose a reducer for the tower's output, such as tome or gtp."
@@ -195,7 +152,8 @@ class Adapter(ABC):
 
     def needs(self, reducer: Reducer) -> frozenset[str]:
         """Return the signals that a reducer reads in this model."""
-        return reducer.needs | (reducer.view_needs if self.tiles else frozenset())
+        optional = reducer.optional if self.projects_patches else frozenset[str]()
+        return reducer.needs | optional | (reducer.view_needs if self.tiles else frozenset())
 
     def encode_for(
         self, inputs: Mapping[str, Any], reducer: Reducer, text_query: TextQuery | None = None
@@ -204,10 +162,11 @@ class Adapter(ABC):
         in_tower = as_in_tower(reducer)
         needs = self.needs(reducer)
         if needs & QUERY_SIGNALS and text_query is None:
+            reader = "load_clip_text(name)" if needs & CLIP_SIGNALS else "WordText(processor)"
             raise MissingSignal(
-                f"{reducer.spec} chooses patches by the question and received none. Pass the text tower of the "
-                "model's CLIP with the question: reduced(model, reducer, "
-                "text_query=load_clip_text(name).query(question)), or choose a reducer that does not read it."
+                f"{reducer.spec} chooses patches by the question and received none. Pass it with what reads it: "
+                f"reduced(model, reducer, text_query={reader}.query(question)), or choose a reducer that does not read "
+                "it."
             )
         with stage("tower"):
             if in_tower is not None:
@@ -223,6 +182,18 @@ class Adapter(ABC):
             return encoded
         with stage("question"):
             return text_query.add(self, encoded, inputs)
+
+    def place(
+        self, encoded: EncodedImages, plans: ReductionBatch, positions: PositionMode
+    ) -> tuple[EncodedImages, ReductionBatch]:
+        """Move the tokens to the median position of their patches if ``positions`` says so."""
+        if positions != "median":
+            return encoded, plans
+        placed = [place_at_median(plan, self.position_axes > 1) for plan in plans]
+        tokens = encoded.reduced_tokens and tuple(
+            values[order.to(values.device)] for values, (_, order) in zip(encoded.reduced_tokens, placed, strict=True)
+        )
+        return replace(encoded, reduced_tokens=tokens), ReductionBatch.of([plan for plan, _ in placed])
 
     def plan(self, reducer: Reducer, encoded: EncodedImages) -> ReductionBatch:
         """Plan every unit; units of one image that share a budget are planned together."""
@@ -248,12 +219,14 @@ class Adapter(ABC):
                     plans = self.plan(reducer, encoded)
             else:
                 self.check_plans(reducer, plans)
+            encoded, plans = self.place(encoded, plans, positions)
             with stage("projector"):
                 embeds = self.embed(encoded, plans)
         reduced, prompt = self.insert(inputs, encoded, embeds, positions, side)
         after = tuple(len(item.slots) for item in embeds)
         saved = self.cache_bytes(inputs["input_ids"].numel() - prompt.inputs["input_ids"].numel())
-        return reduced, ReducedCall(tuple(plans), encoded.full, after, dict(seconds), saved)
+        sizes, patches = token_sizes(embeds, plans)
+        return reduced, ReducedCall(tuple(plans), encoded.full, after, dict(seconds), saved, "", sizes, patches)
 
     def insert(
         self,
@@ -363,12 +336,36 @@ def _counts_up(positions: Tensor, mask: Tensor) -> bool:
     return all(bool((row[is_token].diff() == 1).all()) for row, is_token in rows)
 
 
-def position_mode(positions: Positions, reducer: Reducer | None) -> PositionMode:
+def token_sizes(
+    embeds: Sequence[ImageEmbeds], plans: Sequence[Reduction]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Return the patches that each token of each image represents, and the patches of each image.
+
+    Where an adapter does not say it, an image is one plan, after tokens that represent no patch.
+    """
+    sizes, patches = list[Tensor](), list[int]()
+    for number, item in enumerate(embeds):
+        own = plans[number].sizes if item.sizes is None and len(plans) == len(embeds) else item.sizes
+        own = torch.ones(len(item.slots), dtype=torch.int64) if own is None else own
+        sizes.append(nn.functional.pad(own, (len(item.slots) - len(own), 0)))
+        patches.append(item.patches or int(own.sum()))
+    return tuple(sizes), tuple(patches)
+
+
+def position_choice(positions: Positions, reducer: Reducer | None) -> PositionMode:
     """Resolve ``"auto"`` to the reducer's own position mode."""
-    check_choice("positions", positions, Positions, "auto, compact or original")
+    check_choice("positions", positions, Positions, "auto, compact, original or median")
     if positions != "auto":
         return positions
     return "compact" if reducer is None else reducer.position_mode
+
+
+def position_mode(positions: Positions, reducer: Reducer | None) -> PositionMode:
+    """Return how the positions of a prompt are numbered: ``"compact"`` or ``"original"``.
+
+    Tokens at the median of their patches have been moved before (:meth:`Adapter.place`) and keep original positions.
+    """
+    return "compact" if position_choice(positions, reducer) == "compact" else "original"
 
 
 # ---------------------------------------------------------------------- registry

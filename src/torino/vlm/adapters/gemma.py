@@ -11,9 +11,10 @@ from torch import Tensor
 from torino.core.errors import TorinoError
 from torino.core.reduction import ReductionBatch
 from torino.core.tokens import Origin, VisualTokens
-from torino.reducers import InTowerReducer, PositionMode, Reducer
+from torino.reducers import Downsample, InTowerReducer, KeepShare, PositionMode, Reducer
 from torino.vlm.adapters.base import EncodedImages
 from torino.vlm.adapters.internvl import CellAdapter, make_cells
+from torino.vlm.downsample import resize
 from torino.vlm.hooks import CapturedFeatures, TowerLayout, capture, tower_layout
 from torino.vlm.in_tower import run_in_tower
 from torino.vlm.insertion import Side
@@ -64,7 +65,24 @@ class PaliGemma(SiglipAdapter):
         """Return the patches of every image."""
         return make_cells(*self.tower_output(inputs, needs))
 
-    def encode_in_tower(
+    def encode_smaller(
+        self, inputs: Mapping[str, Any], reducer: Downsample | KeepShare
+    ) -> tuple[EncodedImages, ReductionBatch]:
+        """Encode smaller images with interpolated position embeddings."""
+        (tower, parts), pixels = self.tower(), inputs["pixel_values"]
+        side = int(tower.config.patch_size)
+        grid = (pixels.shape[-2] // side, pixels.shape[-1] // side)
+        small, plan = reducer.plan_grid(grid)
+        pixels, options = (
+            resize(pixels, (small[0] * side, small[1] * side)),
+            {"interpolate_pos_encoding": small != grid},
+        )
+        run = capture(tower, parts, len(parts.blocks) - 1, frozenset(), lambda: tower(pixels, **options))
+        tokens = tuple(self.norm(run.states))
+        encoded = EncodedImages((), (plan.patches,) * len(tokens), reduced_tokens=tokens)
+        return encoded, ReductionBatch.of([plan] * len(tokens))
+
+    def encode_in_blocks(
         self, inputs: Mapping[str, Any], reducer: InTowerReducer
     ) -> tuple[EncodedImages, ReductionBatch]:
         """Encode the images with a reducer active in all blocks."""

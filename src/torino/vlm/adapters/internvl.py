@@ -28,6 +28,8 @@ class CellAdapter(Adapter):
     A family defines how its cells are computed and projected.
     """
 
+    proportional_attention: ClassVar[bool] = True
+    projects_patches: ClassVar[bool] = True
     in_tower_refusal: ClassVar[str] = (
         "its language model reads cells of several patches, and the tower must output all of them"
     )
@@ -47,7 +49,13 @@ class CellAdapter(Adapter):
 
     def encode(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
         """Encode each image, tile, crop or frame as one unit with one placeholder for each cell."""
-        tokens = self.visual_tokens(inputs, needs)
+        tokens = self.visual_tokens(inputs, needs - {"projected"})
+        if "projected" in needs:
+            with torch.no_grad():
+                tokens = [
+                    image.with_(signals={**image.signals, "projected": self.project(image.patches).float()})
+                    for image in tokens
+                ]
         return EncodedImages(tuple(tokens), tuple(len(image) for image in tokens))
 
     def embed(self, encoded: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
@@ -55,7 +63,7 @@ class CellAdapter(Adapter):
         reduced = encoded.reduced(plans)
         projected = Ragged(self.project(reduced.values), reduced.offsets)
         return [
-            ImageEmbeds(features, torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor))
+            ImageEmbeds(features, torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor), plan.sizes, plan.patches)
             for features, plan in zip(projected, plans, strict=True)
         ]
 

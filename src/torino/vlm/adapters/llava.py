@@ -12,8 +12,9 @@ from torino.core.errors import MissingSignal, TorinoError
 from torino.core.ragged import Ragged
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import Origin, VisualTokens
-from torino.reducers import InTowerReducer
+from torino.reducers import Downsample, InTowerReducer, KeepShare
 from torino.vlm.adapters.base import Adapter, EncodedImages, ImageEmbeds
+from torino.vlm.downsample import resize
 from torino.vlm.hooks import TowerLayout, capture, tower_layout
 from torino.vlm.in_tower import run_in_tower
 
@@ -27,7 +28,9 @@ class Llava(Adapter):
 
     families: ClassVar[tuple[str, ...]] = ("llava",)
     proportional_attention: ClassVar[bool] = True
+    projects_patches: ClassVar[bool] = True
     shares_prefix: ClassVar[bool] = True
+    separates_images: ClassVar[bool] = True
     in_tower_refusal: ClassVar[str] = ""
     prompt_template: ClassVar[str] = "USER: {images}{question} ASSISTANT:"
     image_suffix: ClassVar[str] = "\n"
@@ -70,12 +73,32 @@ class Llava(Adapter):
         tokens, registers = self._encode_pixels(inputs["pixel_values"], needs, tower_options(inputs))
         return EncodedImages(tuple(tokens), tuple(registers.shape[1] + len(image) for image in tokens), registers)
 
-    def encode_in_tower(
+    def encode_smaller(
+        self, inputs: Mapping[str, Any], reducer: Downsample | KeepShare
+    ) -> tuple[EncodedImages, ReductionBatch]:
+        """Encode smaller images; CLIP and SigLIP interpolate their position embeddings, DINOv2 always does."""
+        if self.tiles:
+            return super().encode_smaller(inputs, reducer)
+        tower, options = self.inner.vision_tower, tower_options(inputs)
+        parts, block, pixels, grid = self._prepare_tower(inputs["pixel_values"], options)
+        small, plan = reducer.plan_grid(grid)
+        side = int(tower.config.patch_size)
+        pixels = resize(pixels, (small[0] * side, small[1] * side))
+        if small != grid and not str(tower.config.model_type).startswith("dinov2"):
+            options["interpolate_pos_encoding"] = True
+        states = capture(tower, parts, block, frozenset(), lambda: tower(pixels, **options)).states
+        registers = states[:, int(parts.has_cls) : parts.prefix]
+        full = registers.shape[1] + plan.patches
+        tokens = tuple(states[:, parts.prefix :])
+        encoded = EncodedImages((), (full,) * len(tokens), registers, reduced_tokens=tokens)
+        return encoded, ReductionBatch.of([plan] * len(tokens))
+
+    def encode_in_blocks(
         self, inputs: Mapping[str, Any], reducer: InTowerReducer
     ) -> tuple[EncodedImages, ReductionBatch]:
         """Encode the images with a reducer active in the blocks up to the feature layer."""
         if self.in_tower_refusal:
-            return super().encode_in_tower(inputs, reducer)
+            return super().encode_in_blocks(inputs, reducer)
         tower, options = self.inner.vision_tower, tower_options(inputs)
         parts, block, pixels, grid = self._prepare_tower(inputs["pixel_values"], options)
         output = run_in_tower(tower, parts, block, reducer, grid, lambda: tower(pixels, **options))
@@ -94,7 +117,12 @@ class Llava(Adapter):
         if count:
             reduced = Ragged.of([torch.cat(pair) for pair in zip(registers, reduced, strict=True)])
         return [
-            ImageEmbeds(features, torch.cat([torch.arange(count), count + _anchor_slots(plan)]))
+            ImageEmbeds(
+                features,
+                torch.cat([torch.arange(count), count + _anchor_slots(plan)]),
+                torch.cat([torch.zeros(count, dtype=torch.int64), plan.sizes]),
+                plan.patches,
+            )
             for features, plan in zip(self.project(reduced), plans, strict=True)
         ]
 

@@ -45,7 +45,7 @@ from torino.core.errors import BadParameter, BadTokens, TorinoError
 from torino.core.ragged import Ragged
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
-from torino.vlm.adapters.base import EncodedImages, ImageEmbeds, Tiling
+from torino.vlm.adapters.encoded import EncodedImages, ImageEmbeds, Tiling
 from torino.vlm.adapters.llava import Llava, tower_options
 from torino.vlm.hooks import tower_layout
 
@@ -121,8 +121,8 @@ class LlavaNext(Llava):
     """
 
     families: ClassVar[tuple[str, ...]] = ("llava_next",)
-    proportional_attention: ClassVar[bool] = False  # newlines represent no patch
     shares_prefix: ClassVar[bool] = False  # tested with LLaVA-1.5 only
+    separates_images: ClassVar[bool] = False  # the tiles of an image can depend on the others
     tiles: ClassVar[bool] = True
     prompt_template: ClassVar[str] = ""  # it depends on the language model
     in_tower_refusal: ClassVar[str] = "its tiles are cropped after the tower, and merged tokens cannot be cropped"
@@ -231,8 +231,11 @@ class LlavaNext(Llava):
             slots = torch.cat([unit.anchor_slots(plan.anchor) for unit, plan in units])
             newlines = self._kept_newlines(image.packing, slots)
             slots, image_rows = torch.cat([slots, newlines]), torch.cat([image_rows, torch.zeros_like(newlines)])
+            sizes = torch.cat([*(plan.sizes for _, plan in units), torch.zeros_like(newlines)])
             order = slots.argsort(stable=True)
-            embeds.append(ImageEmbeds(table.index_select(0, image_rows[order].to(table.device)), slots[order]))
+            features = table.index_select(0, image_rows[order].to(table.device))
+            patches = sum(plan.patches for _, plan in units)
+            embeds.append(ImageEmbeds(features, slots[order], sizes[order], patches))
         return embeds
 
     # ------------------------------------------------------------------ helpers

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from torino.core.checks import check_tensor
-from torino.core.errors import BadParameter, MissingSignal
-from torino.core.reduction import ReductionBatch
+from torino.core.errors import BadParameter, MissingSignal, TorinoError
+from torino.core.ragged import Ragged
+from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import stage
 from torino.core.tokens import Origin, VisualTokens
-from torino.reducers import PositionMode
+from torino.reducers import Downsample, KeepShare, PositionMode
 from torino.vlm.adapters.base import Adapter, EncodedImages, ImageEmbeds
+from torino.vlm.downsample import resize_packed
 from torino.vlm.hooks import placing, signal_block
 from torino.vlm.insertion import ShortenedPrompt
 from torino.vlm.limits import check_grids
@@ -49,7 +51,7 @@ class Qwen(Adapter):
     *Positions.* Every token keeps the three coordinates (time, row, column) it has in the full prompt, text included,
     and generated text continues where it would in the full prompt. An image occupies only max(rows, columns) position
     values, however many tokens it has, so there is hardly a gap to close: ``"compact"`` and ``"original"`` are the
-    same.
+    same. With ``"median"`` a merged token has the median row and the median column of its patches.
 
     *Merging.* A merged token has the coordinates of its anchor; a token without an anchor has those of the last patch.
     The features that Qwen3-VL adds to its visual tokens in the first layers of the language model (deepstack) are
@@ -63,6 +65,9 @@ class Qwen(Adapter):
 
     families: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
     pixel_ndims: ClassVar[tuple[int, ...]] = (2,)
+    proportional_attention: ClassVar[bool] = True
+    projects_patches: ClassVar[bool] = True
+    position_axes: ClassVar[int] = 2
     in_tower_refusal: ClassVar[str] = (
         "its tower merges 2x2 patches into one token after its last block and needs all four"
     )
@@ -85,7 +90,7 @@ class Qwen(Adapter):
         """Run the complete tower and its merger once for all images."""
         self._check(inputs)
         tower = self.inner.visual
-        sources = {name: self._signal_source(name, len(tower.blocks)) for name in sorted(needs)}
+        sources = {name: self._signal_source(name, len(tower.blocks)) for name in sorted(needs - {"projected"})}
         grids: Tensor = inputs["image_grid_thw"]
         with _capture_fused(tower.blocks, {block for _, block in sources.values()}) as fused:
             output = self.inner.get_image_features(inputs["pixel_values"], grids, return_dict=True)
@@ -96,6 +101,8 @@ class Qwen(Adapter):
         tokens: list[VisualTokens] = []
         for i, (features, (times, rows, columns)) in enumerate(zip(output.pooler_output, grids.tolist(), strict=True)):
             image_signals = {name: values[i] for name, values in signals.items()}
+            if "projected" in needs:  # the merger has projected them
+                image_signals["projected"] = features.detach().float()
             tokens.append(
                 VisualTokens(
                     patches=features,
@@ -107,14 +114,42 @@ class Qwen(Adapter):
             )
         return EncodedImages(tuple(tokens), tuple(len(image) for image in tokens), output)
 
+    def encode_smaller(
+        self, inputs: Mapping[str, Any], reducer: Downsample | KeepShare
+    ) -> tuple[EncodedImages, ReductionBatch]:
+        """Encode smaller images, which these towers accept; a budget counts merged tokens."""
+        self._check(inputs)
+        tower, grids = self.inner.visual, inputs["image_grid_thw"]
+        side, patch = int(tower.spatial_merge_size), int(tower.config.patch_size)
+        pixels: list[Tensor] = []
+        sizes, plans = list[tuple[int, int, int]](), list[Reduction]()
+        per_image: list[Tensor] = list(inputs["pixel_values"].split(grids.prod(-1).tolist()))
+        for values, (times, rows, columns) in zip(per_image, grids.tolist(), strict=True):
+            (height, width), plan = reducer.plan_grid((times * rows // side, columns // side))
+            if height % times:
+                raise TorinoError(
+                    f"{reducer.spec} would give {height} rows to {times} frames. Give the frames as separate images."
+                )
+            small = (height // times * side, width * side)
+            frames = int(tower.config.temporal_patch_size)
+            pixels.append(resize_packed(values, (times, rows, columns), small, side, patch, frames))
+            sizes.append((times, *small))
+            plans.append(plan)
+        output = self.inner.get_image_features(torch.cat(pixels), grids.new_tensor(sizes), return_dict=True)
+        full = tuple(plan.patches for plan in plans)
+        return EncodedImages((), full, output, reduced_tokens=tuple(output.pooler_output)), ReductionBatch.of(plans)
+
     def embed(self, encoded: EncodedImages, plans: ReductionBatch) -> list[ImageEmbeds]:
         """Reduce the features and those of every deepstack layer by the same plan."""
-        reduced = plans.apply(list(encoded.extra.pooler_output))
-        layers = [plans.apply(list(layer)) for layer in getattr(encoded.extra, "deepstack_features", None) or ()]
+        deepstack = [list(layer) for layer in getattr(encoded.extra, "deepstack_features", None) or ()]
+        reduced: Sequence[Tensor] | Ragged = encoded.reduced_tokens or plans.apply(list(encoded.extra.pooler_output))
+        layers = deepstack if encoded.reduced_tokens else [plans.apply(layer) for layer in deepstack]
         return [
             DeepstackEmbeds(
                 features=reduced[i],
                 slots=torch.where(plan.anchor < 0, plan.patches - 1, plan.anchor),
+                sizes=plan.sizes,
+                patches=plan.patches,
                 deepstack=tuple(layer[i] for layer in layers),
             )
             for i, plan in enumerate(plans)
