@@ -1,1 +1,1 @@
-"""A small trained vision-language model with its SAE, and nine small benchmarks, for torino."""
+"""A small trained vision-language model with its SAE, and ten small benchmarks, for torino."""

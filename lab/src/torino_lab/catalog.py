@@ -38,5 +38,6 @@ _ALL = (
     LabTask("Lab-Captions", "caption", ("cococap-dev", "flickr8k-dev")),
     LabTask("Lab-Collage", "exact", ("flickr8k-dev",), parts={"cell": 160, "which": 80, "presence": 160, "scene": 60}),
     LabTask("Lab-Small", "exact", ("flickr8k-dev",), parts={"where": 80, "shape": 80, "color": 80, "presence": 80}),
+    LabTask("Lab-Signs", "exact", ("flickr8k-dev",), parts={"read": 160, "presence": 160}),
 )
 TASKS = {benchmark.name: benchmark for benchmark in _ALL}

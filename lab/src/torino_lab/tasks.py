@@ -1,7 +1,8 @@
 """Build the lab's benchmarks from photos that were not trained on.
 
 Seven consist of real questions or captions about real photos: POPE, VQA v2, OK-VQA, VSR, DAQUAR, scene text and
-captions. Two are generated, with exact and balanced answers: collages of photos, and small shapes drawn over photos.
+captions. Three are generated, with exact and balanced answers: collages of photos, and small shapes or signs drawn over
+photos.
 The same files and the same seed give the same questions.
 """
 
@@ -32,13 +33,12 @@ Half = Literal["choose", "report"]
 CAPTION_PROMPT = "Describe the photo in one sentence."
 CAPTION_PHOTOS = 300
 GRIDS = ((1, 2), (2, 1), (2, 2), (2, 2), (2, 3), (3, 2))
-COLLAGE_KINDS = {"cell": ("cell",), "which": ("which-cell",), "presence": ("cell-presence",), "scene": ("cell-scene",)}
-SMALL_KINDS = {
-    "where": ("small",),
-    "shape": ("shape",),
-    "color": ("shape-colour",),
-    "presence": ("shape-presence",),
+KINDS = {
+    "Lab-Collage": {"cell": "cell", "which": "which-cell", "presence": "cell-presence", "scene": "cell-scene"},
+    "Lab-Small": {"where": "small", "shape": "shape", "color": "shape-colour", "presence": "shape-presence"},
+    "Lab-Signs": {"read": "text", "presence": "text-presence"},
 }
+"""The kind of generated question in each part of a benchmark."""
 
 
 def in_half(photo: Picture, half: Half | None) -> bool:
@@ -114,19 +114,17 @@ class TaskBuilder:
 
     def _generated(self, benchmark: LabTask) -> list[Item]:
         rng = Random(f"{self.seed}:{benchmark.name}")
-        collage = benchmark.name == "Lab-Collage"
-        kinds = COLLAGE_KINDS if collage else SMALL_KINDS
+        draw = {"Lab-Collage": _collages, "Lab-Small": _small, "Lab-Signs": _signs}[benchmark.name]
         corpus = self._corpus(benchmark.files)
         items: list[Item] = []
         for part, count in (benchmark.parts or {}).items():
             total = max(2, round(count * self.scale))
-            source = _collages(corpus, rng) if collage else _small(corpus, rng)
+            source, kind = draw(corpus, rng), KINDS[benchmark.name][part]
             if part == "presence":
-                kind = kinds[part][0]
                 pairs = ((image, [q for q in questions if q.kind == kind]) for image, questions in source)
                 items += select_pairs(pairs, part, total // 2)
             else:
-                items += select_questions(source, kinds[part], part, total, rng, per_image=3)
+                items += select_questions(source, (kind,), part, total, rng, per_image=3)
         return [_american(item) for item in items]
 
     def _corpus(self, files: tuple[str, ...]) -> Corpus:
@@ -176,8 +174,17 @@ def _collages(corpus: Corpus, rng: Random) -> Iterator[ImageQuestions]:
 
 def _small(corpus: Corpus, rng: Random) -> Iterator[ImageQuestions]:
     while True:
-        photo = corpus.crop_photo(rng.randrange(len(corpus.facts))) if rng.random() < ON_PHOTO else None
-        yield pictures.small_shapes(photo, rng)
+        yield pictures.small_shapes(_background(corpus, rng), rng)
+
+
+def _signs(corpus: Corpus, rng: Random) -> Iterator[ImageQuestions]:
+    while True:
+        yield pictures.sign_scene(_background(corpus, rng), rng)
+
+
+def _background(corpus: Corpus, rng: Random) -> Image.Image | None:
+    """Return a photo to draw over, or None for a plain background."""
+    return corpus.crop_photo(rng.randrange(len(corpus.facts))) if rng.random() < ON_PHOTO else None
 
 
 def _american(item: Item) -> Item:
