@@ -88,7 +88,7 @@ def test_command_prints_json(home: Path, capsys: pytest.CaptureFixture[str]) -> 
     run(home, keep="25%", padding="square", positions="original", as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert told["image_tokens"] == {"before": 16, "after": 4}
-    assert told["reducer"] == "torino-m(k=2, delta=2, budget=4)"
+    assert told["reducer"] == "torino-x(budget=4, locality=0.2, proportional=True)"
     assert (told["padding"], told["new_tokens"], told["question"]) == ("square", 2, QUESTION)
     assert told["baseline"]["image_tokens"] == {"before": 16, "after": 16}
     run(home, baseline=False, as_json=True)

@@ -171,7 +171,7 @@ def test_a_named_method_is_compared_or_refused(home: Path) -> None:
     both = answers(home, "--budget", "5", "--methods", "all,random(budget=3)")
     assert {"random(budget=3)", "random(budget=5, seed=0)"} <= set(both)
     failed = compare(home, "--budget", "5", "--methods", "all,torino-m", sae="", code=2)
-    assert "torino-m groups patches by concepts and needs an SAE" in failed.text
+    assert "torino-m reads concepts and needs an SAE" in failed.text
     without = compare(home, "--budget", "5", sae="")
     assert "Left out: scts, torino-m, torino-p, torino-x, which read concepts: give --sae." in without.text
 

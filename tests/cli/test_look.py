@@ -201,7 +201,7 @@ def test_unknown_choice_is_refused(data: Path) -> None:
 
 def test_tower_without_an_sae_needs_one(data: Path, tmp_path: Path) -> None:
     tower = ("--tower", data / squares.TOWER_NAME)
-    assert "torino-m groups patches by concepts and needs an SAE" in str(run(data / "photo.png", *tower).exception)
+    assert "torino-m reads concepts and needs an SAE" in str(run(data / "photo.png", *tower).exception)
     missing = run(tmp_path / "none.png", "--sae", data / "sae", *tower)
     assert "There is no file" in str(missing.exception)
 

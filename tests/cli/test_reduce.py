@@ -29,7 +29,7 @@ def test_the_bundled_photos_are_reduced_by_default(tmp_path: Path) -> None:
     tokens = read_arrays(target)[0]["tokens"]
     again = batch.apply([image.patches for image in images])
     assert torch.equal(tokens, again.values)
-    assert batch[0].by == "torino-m(k=2, delta=2)"
+    assert batch[0].by == "torino-x(locality=0.2, proportional=True)"
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
@@ -53,7 +53,7 @@ def test_method_can_be_a_spec_and_options_override_it(tmp_path: Path) -> None:
 
 def test_without_an_sae_and_with_levels() -> None:
     assert "torino-m(k=1, delta=1)" in run_torino("reduce", "--sae", "none", "--kd", "1,1").out
-    assert "torino-m" in run_torino("reduce", "--sae", "example", "--levels", "2").out
+    assert "torino-x" in run_torino("reduce", "--sae", "example", "--levels", "2").out
 
 
 def test_a_method_without_concepts_needs_no_sae(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_groups_are_drawn_on_demand(tmp_path: Path) -> None:
 
 
 def test_more_tokens_than_patches_are_said_to_be_added() -> None:
-    text = run_torino("reduce", "--sae", "example", "--budget", "577").text
+    text = run_torino("reduce", "--sae", "example", "--method", "torino-m", "--budget", "577").text
     assert "576 577 0.2% added" in text
     assert "-0.2%" not in text
 

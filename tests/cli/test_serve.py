@@ -71,6 +71,7 @@ def test_the_lab_answers_an_openai_client() -> None:
     import openai
 
     from tests.support.serving import command_server, to_url
+    from torino.core.defaults import DEFAULT_METHOD
     from torino.datasets.bundled import example_folder
     from torino.datasets.images import open_image
     from torino.serving.settings import ReductionSettings
@@ -78,7 +79,7 @@ def test_the_lab_answers_an_openai_client() -> None:
 
     photos = [open_image(example_folder() / "photos" / f"{name}.jpg") for name in ("astronaut", "coffee")]
     question = "Is there a person in the photo?"
-    vlm, reducer = load_vlm("lab"), ReductionSettings("torino-m", "lab").build()
+    vlm, reducer = load_vlm("lab"), ReductionSettings(DEFAULT_METHOD, "lab").build()
     with command_server("--engine", "transformers", "--max-tokens", "16") as server:
         client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
         for shown in (photos[:1], photos):

@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from torino.cli._console import SafeConsole
+from torino.core.defaults import DEFAULT_METHOD, KD_METHOD
 from torino.core.errors import BadFile, BadParameter, TorinoError
 
 if TYPE_CHECKING:
@@ -65,6 +66,13 @@ ClipOption = Annotated[
 ]
 MethodOption = Annotated[
     str, typer.Option(help="Method by name or with options in brackets (torino list); 'none' keeps all tokens.")
+]
+OptionalMethodOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Method by name or with options in brackets (torino list); 'none' keeps all tokens. "
+        f"Default: {DEFAULT_METHOD}, or {KD_METHOD} with --kd."
+    ),
 ]
 MethodsOption = Annotated[
     str, typer.Option(help="Methods separated by commas, optionally with options in brackets, or 'all'.")
@@ -224,7 +232,7 @@ def build_reducer(
 def missing_sae(method: str) -> BadParameter:
     """Build the error for a method that reads concepts when no SAE is given."""
     return BadParameter(
-        f"{method} groups patches by concepts and needs an SAE: --sae FOLDER, --sae owner/repository, or --sae none "
+        f"{method} reads concepts and needs an SAE: --sae FOLDER, --sae owner/repository, or --sae none "
         "to run without one."
     )
 

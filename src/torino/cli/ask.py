@@ -25,8 +25,8 @@ from torino.cli._common import (
     KdOption,
     KeepOption,
     LevelsOption,
-    MethodOption,
     ModelOption,
+    OptionalMethodOption,
     PaddingOption,
     PositionsOption,
     QuestionArgument,
@@ -45,6 +45,7 @@ from torino.cli._common import (
     quiet_transformers,
 )
 from torino.cli._stop import START_OVER, on_stop
+from torino.core.defaults import resolve_method
 from torino.core.errors import BadParameter
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def ask(
     question: QuestionArgument,
     model: ModelOption = LAB,
     sae: SaeOption = None,
-    method: MethodOption = "torino-m",
+    method: OptionalMethodOption = None,
     kd: KdOption = None,
     budget: BudgetOption = None,
     keep: KeepOption = None,
@@ -86,6 +87,7 @@ def ask(
 ) -> None:
     """Ask a vision-language model about an image, with fewer visual tokens and with all of them."""
     on_stop(START_OVER)
+    method = resolve_method(method, kd)
     if draw is not None:
         check_image_path("--draw", draw)
     # Validate the options before loading the model.

@@ -17,6 +17,7 @@ from torino.cli._common import (
     DtypeChoice,
     KdOption,
     KeepOption,
+    OptionalMethodOption,
     PaddingChoice,
     PositionsChoice,
     SaeOption,
@@ -31,6 +32,7 @@ from torino.cli._photos import default_photo_sae, photo_tokens
 from torino.cli._progress import progress
 from torino.cli._stop import START_OVER, on_stop
 from torino.cli._store import reduce_to_store
+from torino.core.defaults import resolve_method
 from torino.core.errors import BadParameter, UnmetBudget
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def reduce(
         ),
     ] = None,
     sae: SaeOption = None,
-    method: Annotated[str, typer.Option(help="Method by name or with options in brackets (torino list).")] = "torino-m",
+    method: OptionalMethodOption = None,
     kd: KdOption = None,
     budget: BudgetOption = None,
     keep: KeepOption = None,
@@ -191,6 +193,7 @@ def reduce(
     With a token file, or without one for the bundled photos, the groups are shown. With images, the tokens that the
     language model receives are written to a store, which torino.serving.store.TokenStore reads.
     """
+    method = resolve_method(method, kd)
     tokens = _token_file(inputs or [])
     given = {name for name in (*OF_TOKENS, *OF_IMAGES) if _is_given(context, name)}
     if inputs and tokens is None:

@@ -26,6 +26,7 @@ from torino.cli._common import (
     parse_share,
 )
 from torino.cli._stop import on_stop
+from torino.core.defaults import DEFAULT_METHOD
 from torino.core.errors import BadParameter
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ LIMITS, NETWORK = "Limits", "Network"
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub name, folder, or installed model package.")] = LAB,
     sae: SaeOption = None,
-    method: MethodOption = "torino-m",
+    method: MethodOption = DEFAULT_METHOD,
     budget: BudgetOption = None,
     keep: KeepOption = None,
     engine: Annotated[

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
+from torino.core.defaults import DEFAULT_METHOD
 from torino.core.device import resolve_device
 from torino.core.errors import BadParameter
 from torino.datasets.images import Padding, Picture
@@ -94,7 +95,7 @@ class ChatModel:
         self,
         pretrained: str,
         *,
-        reducer: str = "torino-m",
+        reducer: str = DEFAULT_METHOD,
         sae: str | None = None,
         budget: int | None = None,
         clip: str | None = None,

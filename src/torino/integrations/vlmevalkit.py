@@ -12,6 +12,7 @@ from importlib import import_module
 from string import ascii_uppercase
 from typing import Any, ClassVar
 
+from torino.core.defaults import DEFAULT_METHOD
 from torino.core.errors import BadParameter, TorinoError
 from torino.evaluation.benchmarks import LETTER, LETTER_CHINESE
 from torino.integrations.chat import ChatModel, base_class
@@ -52,7 +53,7 @@ class TorinoVLMEval(Base):
         self,
         model_path: str,
         *,
-        reducer: str = "torino-m",
+        reducer: str = DEFAULT_METHOD,
         sae: str | None = None,
         budget: int | None = None,
         clip: str | None = None,

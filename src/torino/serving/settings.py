@@ -17,6 +17,7 @@ import torch
 
 from torino.core.checks import check_choice, check_fields, to_integer, to_number
 from torino.core.concepts import ConceptEncoder
+from torino.core.defaults import DEFAULT_METHOD
 from torino.core.errors import BadParameter
 from torino.core.schema import check_schema
 from torino.datasets.images import Padding
@@ -67,7 +68,7 @@ class ReductionSettings:
     torino-m(k=2, delta=2, budget=64)
     """
 
-    method: str = "torino-m"
+    method: str = DEFAULT_METHOD
     sae: str | None = None
     budget: int | None = None
     keep: float | None = None
@@ -96,7 +97,7 @@ class ReductionSettings:
         reads = self.reads_concepts
         if reads and not (self.sae or "").strip():
             raise BadParameter(
-                f"{self.method} groups patches by concepts and needs an SAE: a folder, a hub repository, or 'none' to "
+                f"{self.method} reads concepts and needs an SAE: a folder, a hub repository, or 'none' to "
                 "run without one."
             )
         if not reads and self.sae is not None:

@@ -107,7 +107,7 @@ def test_options_for_images_are_refused_for_tokens(tmp_path: Path) -> None:
 
 def test_a_method_that_reads_concepts_needs_an_sae(home: Path, tmp_path: Path) -> None:
     text = run_torino("reduce", home / "photos", "--model", home / "llava", "-o", tmp_path / "store", code=2).text
-    assert "torino-m groups patches by concepts and needs an SAE" in text
+    assert "torino-x reads concepts and needs an SAE" in text
 
 
 @needs_weights
