@@ -114,8 +114,8 @@ def as_in_language_model(reducer: Reducer) -> InLanguageModelReducer | None:
 def inside_error(spec: str) -> MissingSignal:
     """Return the error for a method that is used where no language model runs."""
     return MissingSignal(
-        f"{spec} drops tokens inside the language model, which does not run here. Use it where one answers: torino ask, "
-        "compare, eval and bench --model, VLM.answer or reduced(model, ...); or choose a method that works on the "
+        f"{spec} drops tokens inside the language model, which does not run here. Use it where one answers: torino "
+        "ask, compare, eval and bench --model, VLM.answer or reduced(model, ...); or choose a method that works on the "
         "tower's output, such as torino-x."
     )
 

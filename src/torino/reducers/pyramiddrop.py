@@ -49,7 +49,7 @@ class PyramidDrop(LanguageModelReducer):
     reads: ClassVar[frozenset[str]] = frozenset({"next_attention"})
     paper: ClassVar[str] = "Xing et al., PyramidDrop, CVPR 2025, arXiv 2410.17247"
     cost: ClassVar[str] = "O(N·E²)"
-    original_license: ClassVar[str] = "Apache-2.0"
+    original_license: ClassVar[str] = "none stated"
 
     def __post_init__(self) -> None:
         """Validate the hyperparameters."""
