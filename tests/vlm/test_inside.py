@@ -317,7 +317,7 @@ def _entries(plan: Reduction) -> list[tuple[list[int], list[float]]]:
 def test_attention_modes_combine_with_dropping(attention: str, kernel: str) -> None:
     """Dropping equals hiding under calibrated attention too, and the scores include what is added to the logits."""
     model = tiny.llava(layers=4, attention=kernel)
-    first = torino_reducer("torino-m", budget=8)
+    first = make("divprune", budget=8)
     options: dict[str, Any] = {"positions": "original", "attention": attention}
     inputs = tiny.prompt(QUESTION)
     with reduced(model, Composed(first, make("fastv", budget=3)), **options) as trace, torch.no_grad():
