@@ -334,6 +334,7 @@ def test_attention_modes_combine_with_dropping(attention: str, kernel: str) -> N
     with reduced(model, first, **options), masked(model, 1, visible), torch.no_grad():
         expected = model(**inputs).logits[:, -1]
     assert torch.allclose(logits, expected, atol=1e-4)
+    options["suppress_tokens"] = [tiny.IMAGE]
     outputs = [
         ask(model, tiny.prompt(*ROWS), Composed(first, make("dart", budget=3)), use_cache=use_cache, **options)
         for use_cache in (True, False)
