@@ -59,9 +59,7 @@ class ActiveReduction:
 
         return cast(Any, torch.compiler.disable(reduce))
 
-    def inside(
-        self, call: ReducedCall
-    ) -> Callable[[Mapping[str, Any], AttentionBias | None], InsideRun] | None:
+    def inside(self, call: ReducedCall) -> Callable[[Mapping[str, Any], AttentionBias | None], InsideRun] | None:
         """Return a function that creates the run inside the language model, if the reducer works there."""
         if not call.inside:
             return None

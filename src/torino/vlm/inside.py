@@ -121,7 +121,11 @@ def inside_refusal(adapter: Adapter) -> str:
         return f'its attention implementation {kind} takes no mask; load it with attn_implementation="sdpa" or "eager"'
     layers = getattr(cast(Any, adapter.model).get_decoder(), "layers", None)
     parts = ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj")
-    if not layers or not all(_has(layer, part) for layer in layers for part in parts) or _rotary_function(layers[0].self_attn) is None:
+    if (
+        not layers
+        or not all(_has(layer, part) for layer in layers for part in parts)
+        or _rotary_function(layers[0].self_attn) is None
+    ):
         return "its decoder layers are not built like those of Llama or Qwen"
     return ""
 
@@ -358,7 +362,9 @@ class InsideRun:
         index = layout.extended(copies, self.prompt, self._total, hidden.device).clamp(min=0)
         if before is not None:
             new = self._total - self.prompt
-            places = torch.cat([before.inner, before.index.shape[1] + torch.arange(new).expand(len(before.inner), -1)], 1)
+            places = torch.cat(
+                [before.inner, before.index.shape[1] + torch.arange(new).expand(len(before.inner), -1)], 1
+            )
             index = places.repeat_interleave(copies, 0).to(hidden.device).gather(1, index).clamp(min=0)
         return hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[2]))
 
@@ -469,7 +475,9 @@ class InsideRun:
             logits[:, query + 1 :] = -torch.inf
         else:
             visible = _line(mask, line)[0, 0, query].to(logits.device)
-            logits = logits.masked_fill(~visible, -torch.inf) if visible.dtype is torch.bool else logits + visible.float()
+            logits = (
+                logits.masked_fill(~visible, -torch.inf) if visible.dtype is torch.bool else logits + visible.float()
+            )
         if self.bias is not None:
             logits = logits + self.bias.row(number, row, self.last[row], self.index(number)).to(logits)
         return logits.softmax(-1), keys.transpose(0, 1).flatten(1)

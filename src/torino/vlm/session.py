@@ -314,7 +314,14 @@ class VLM:
         inside = self._inside(reductions, call)
         begin = time.perf_counter()
         output, run = run_generate(
-            call, cast(Any, self.model).generate, short, bias, first.positions, prefix=prefix, clock=clock, inside=inside
+            call,
+            cast(Any, self.model).generate,
+            short,
+            bias,
+            first.positions,
+            prefix=prefix,
+            clock=clock,
+            inside=inside,
         )
         generated = self._generated(output, rows["input_ids"].shape[1], clock, begin)
         return replace(generated, plans=finish_plans(reductions, run))

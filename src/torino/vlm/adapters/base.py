@@ -29,8 +29,8 @@ from torino.reducers import (
     split_reducer,
 )
 from torino.vlm.adapters.encoded import EncodedImages, ImageEmbeds
-from torino.vlm.inside import plan_inside
 from torino.vlm.insertion import ShortenedPrompt, Side, shorten_prompt
+from torino.vlm.inside import plan_inside
 from torino.vlm.trace import ReducedCall
 
 if TYPE_CHECKING:
