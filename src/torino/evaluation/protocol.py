@@ -135,9 +135,9 @@ def default_methods(*, text_query: bool = False) -> list[str]:
 def split_specs(specs: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split specs into those that run at the budget of each tier and those that run as written.
 
-    Methods joined by ``+`` run as written. A spec runs at each tier's budget, like a plain name, unless it gives a budget itself or the method has none.
-    TORINO-P and TORINO-M without a budget do both, as their plain names do. Write ``budget=None`` for a method that
-    should choose its own number of tokens only.
+    A spec runs at each tier's budget, like a plain name, unless it gives a budget itself or the method has none, and
+    unless it joins two methods by ``+``. TORINO-P and TORINO-M without a budget do both, as their plain names do. Write
+    ``budget=None`` for a method that should choose its own number of tokens only.
 
     Examples
     --------

@@ -22,6 +22,7 @@ from torino.core.errors import BadParameter
 from torino.core.schema import check_schema
 from torino.datasets.images import Padding
 from torino.reducers import KeepShare, Reducer, get, make, split_reducer
+from torino.reducers.base import method_name
 from torino.sae import SAE
 from torino.sae.identity import hash_sae
 from torino.version import __version__
@@ -171,8 +172,8 @@ def check_servable(reducer: Reducer | None) -> None:
         return
     if split_reducer(reducer)[1] is not None:
         raise BadParameter(
-            f"{reducer.spec} drops tokens inside the language model, by the question, and servers and token stores hold "
-            "what the language model receives. Choose a method that works before it, such as torino-x."
+            f"{reducer.spec} drops tokens inside the language model, by the question, and servers and token stores "
+            "hold what the language model receives. Choose a method that works before it, such as torino-x."
         )
     if reducer.shares_batch:
         raise BadParameter(

@@ -323,9 +323,9 @@ def _forward(active: ActiveReduction, stock: Callable[..., Any], named: dict[str
     inputs, bias, record = active.reduce(named, None)
     inside = active.inside(record)
     run = None if inside is None else inside(inputs, bias)
-    with nullcontext() if run is None else run.attached():
-        with attention_bias(active.adapter.model, bias, run and run.index):
-            output = stock(**inputs)
+    hooked = nullcontext() if run is None else run.attached()
+    with hooked, attention_bias(active.adapter.model, bias, None if run is None else run.index):
+        output = stock(**inputs)
     active.finish(record, run)
     return output
 
@@ -334,8 +334,8 @@ def _check_even(cache: Any) -> None:
     """Refuse to continue from a cache whose layers hold different numbers of tokens."""
     if is_uneven(cache):
         raise BadParameter(
-            "The layers of past_key_values hold different numbers of tokens, because a method inside the language model "
-            "dropped some, and only the generate() call that filled it can continue from it. Give the whole "
+            "The layers of past_key_values hold different numbers of tokens, because a method inside the language "
+            "model dropped some, and only the generate() call that filled it can continue from it. Give the whole "
             "conversation to generate(), or choose a method that works before the language model."
         )
 

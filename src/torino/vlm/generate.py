@@ -183,7 +183,8 @@ def run_generate(
         inputs = _with_padding(inputs)
         bias = bias and bias.padded(inputs["input_ids"].shape[1])
     run = None if inside is None else inside(inputs, bias)
-    with nullcontext() if run is None else run.attached(), attention_bias(call.model, bias, run and run.index):
+    hooked = nullcontext() if run is None else run.attached()
+    with hooked, attention_bias(call.model, bias, None if run is None else run.index):
         if prefix is not None and run is None:  # its tokens would be chosen before the question is read
             inputs = prefix.resume(call.model, inputs, int(cast(Any, call.model).config.image_token_id))
         arguments = call.translate(inputs)

@@ -17,7 +17,6 @@ Where nothing is dropped, nothing is changed. Hooks ignore all threads but the o
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,6 +33,7 @@ from torino.core.reduction import Reduction
 from torino.reducers import InLanguageModelReducer
 from torino.reducers._similarity import nearest_kept
 from torino.reducers.in_language_model import Stage, tokens_by_block
+from torino.vlm.decoder import attention_row, is_supported
 from torino.vlm.hooks import placing
 
 if TYPE_CHECKING:
@@ -120,12 +120,7 @@ def inside_refusal(adapter: Adapter) -> str:
     if kind not in IMPLEMENTATIONS:
         return f'its attention implementation {kind} takes no mask; load it with attn_implementation="sdpa" or "eager"'
     layers = getattr(cast(Any, adapter.model).get_decoder(), "layers", None)
-    parts = ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj")
-    if (
-        not layers
-        or not all(_has(layer, part) for layer in layers for part in parts)
-        or _rotary_function(layers[0].self_attn) is None
-    ):
+    if not layers or not all(map(is_supported, layers)):
         return "its decoder layers are not built like those of Llama or Qwen"
     return ""
 
@@ -151,8 +146,8 @@ def check_generation(reducer: InLanguageModelReducer, option: Any) -> None:
 
 def _cache_error(reducer: InLanguageModelReducer, what: str) -> BadParameter:
     return BadParameter(
-        f"{what}, and {reducer.spec} needs a dynamic cache, which can hold another number of tokens in each layer. Omit "
-        "it, or choose a method that works before the language model."
+        f"{what}, and {reducer.spec} needs a dynamic cache, which can hold another number of tokens in each layer. "
+        "Omit it, or choose a method that works before the language model."
     )
 
 
@@ -454,33 +449,11 @@ class InsideRun:
         return signals
 
     def _attention(self, number: int, row: int, hidden: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the attention of the last token of a row to all of its tokens in a layer, and their keys.
-
-        Shapes are (heads, tokens) and (tokens, width).
-        """
-        attention: Any = self.layers[number].self_attn
+        """Return the attention of the last token of a row to all of its tokens in a layer, and their keys."""
         layout = self.layout(number)
         query = self.last[row] if layout is None else int(layout.inner[row, self.last[row]])
-        line = row * self._copies(hidden)
-        states = self.layers[number].input_layernorm(hidden[line : line + 1].to(attention.k_proj.weight.device))
-        cosine, sine = (_line(part, line).to(states.device) for part in given["position_embeddings"])
-        last = slice(query, query + 1)
-        keys = _heads(attention, "k", states, cosine, sine)
-        queries = _heads(attention, "q", states[:, last], cosine[:, last], sine[:, last])
-        queries = queries.unflatten(0, (len(keys), -1))  # the queries that share a key
-        with torch.autocast(keys.device.type, enabled=False):
-            logits = (queries @ keys[:, None].transpose(2, 3) * attention.scaling).flatten(0, 2)
-        mask: Tensor | None = given.get("attention_mask")
-        if mask is None:
-            logits[:, query + 1 :] = -torch.inf
-        else:
-            visible = _line(mask, line)[0, 0, query].to(logits.device)
-            logits = (
-                logits.masked_fill(~visible, -torch.inf) if visible.dtype is torch.bool else logits + visible.float()
-            )
-        if self.bias is not None:
-            logits = logits + self.bias.row(number, row, self.last[row], self.index(number)).to(logits)
-        return logits.softmax(-1), keys.transpose(0, 1).flatten(1)
+        bias = None if self.bias is None else self.bias.row(number, row, self.last[row], self.index(number))
+        return attention_row(self.layers[number], hidden, given, row * self._copies(hidden), query, bias)
 
 
 def _keep_last(kept: Tensor, score: Tensor, last: int) -> tuple[Tensor, Tensor]:
@@ -490,33 +463,6 @@ def _keep_last(kept: Tensor, score: Tensor, last: int) -> tuple[Tensor, Tensor]:
     others = torch.ones(len(kept), dtype=torch.bool)
     others[score.nan_to_num(torch.inf).argmin()] = False
     return torch.cat([kept[others], torch.tensor([last])]), torch.cat([score[others], torch.tensor([torch.nan])])
-
-
-def _heads(attention: Any, kind: str, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Return the queries or keys of one row as the attention of a layer uses them, shape (heads, tokens, width)."""
-    projected: Tensor = getattr(attention, f"{kind}_proj")(states).unflatten(2, (-1, attention.head_dim))
-    norm = getattr(attention, f"{kind}_norm", None)
-    projected = (projected if norm is None else norm(projected)).transpose(1, 2)
-    rotate = _rotary_function(attention)
-    return cast(Tensor, rotate(projected, projected, cosine, sine)[0])[0].float()
-
-
-def _rotary_function(attention: nn.Module) -> Any:
-    """Return the function of transformers that rotates the queries and keys of an attention module, or None."""
-    return getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-
-
-def _has(layer: nn.Module, path: str) -> bool:
-    try:
-        layer.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
-
-
-def _line(values: Tensor, line: int) -> Tensor:
-    """Return one row of values that may be shared by all rows."""
-    return values[line : line + 1] if len(values) > 1 else values
 
 
 def _take(values: Tensor, index: Tensor, dimension: int) -> Tensor:

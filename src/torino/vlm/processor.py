@@ -96,9 +96,9 @@ class ReducingProcessor:
             )
         if split_reducer(reducer)[1] is not None:
             raise BadParameter(
-                f"{reducer.spec} drops tokens inside the language model, which inputs for the unchanged model cannot do, "
-                "so ReducingProcessor does not support it. Use reduced(model, reducer), or a method that works before "
-                "the language model, such as torino-x."
+                f"{reducer.spec} drops tokens inside the language model, which inputs for the unchanged model cannot "
+                "do. Use reduced(model, reducer) instead of ReducingProcessor, or a method that works before the "
+                "language model, such as torino-x."
             )
         self.processor = processor
         self.active: ActiveReduction = active_reduction(model, reducer, positions, text_query, "plain")
