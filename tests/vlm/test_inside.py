@@ -534,4 +534,4 @@ def test_where_no_language_model_runs(model: Any) -> None:
         with pytest.raises(MissingSignal, match="inside the language model, which does not run here"):
             make(spec).plan(VisualTokens(torch.randn(4, 8), grid=(2, 2)))
         with pytest.raises(BadParameter, match="ReducingProcessor"):
-            ReducingProcessor(_Decoder, model, make(spec))
+            ReducingProcessor(_Decoder(), model, make(spec))
