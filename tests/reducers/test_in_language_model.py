@@ -159,6 +159,7 @@ def test_joined_methods() -> None:
         ("fastv(budget=3)+random(budget=2)", "already works inside the language model"),
         ("fastv(budget=3)+dart(budget=2)", "already works inside the language model"),
         ("random(budget=3)+tome(budget=2)", "fastv, pyramiddrop or dart"),
+        ("torino-m(k=2) + torino-p(k=3)", "fastv, pyramiddrop or dart"),
         ("random(budget=3)+fastv(budget=2)+dart(budget=1)", "At most two methods"),
         ("random(budget=3)+fastv", "fastv needs budget"),
         ("random(budget=3)+", "Cannot read the reducer"),
@@ -168,6 +169,12 @@ def test_joined_methods() -> None:
 def test_what_cannot_be_joined(spec: str, message: str) -> None:
     with pytest.raises(BadParameter, match=message):
         make(spec)
+    if "needs budget" not in message and "read" not in message and "two" not in message:
+        first, inside = (
+            make(part, **({"sae": RawEmbedding()} if "torino" in part else {})) for part in spec.split("+")
+        )
+        with pytest.raises(BadParameter, match=message):
+            Composed(first, inside)
 
 
 def test_unknown_names_and_ambiguous_budgets() -> None:

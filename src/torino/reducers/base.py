@@ -277,7 +277,7 @@ def make(spec: str, **parameters: Any) -> Reducer:
 
 
 def _make_composed(parts: Sequence[str], parameters: Mapping[str, Any]) -> Reducer:
-    from torino.reducers.composed import Composed  # which is built on this module
+    from torino.reducers.composed import Composed, before_error  # which is built on this module
 
     if len(parts) > 2:
         raise BadParameter(
@@ -288,6 +288,8 @@ def _make_composed(parts: Sequence[str], parameters: Mapping[str, Any]) -> Reduc
             f"A budget for {'+'.join(parts)} would be ambiguous. Write one for each method, such as "
             "torino-x(budget=64)+fastv(budget=32)."
         )
+    if not get(parse_spec(parts[1])[0]).in_language_model:
+        raise before_error(*parts)
     return Composed(make(parts[0], **parameters), make(parts[1]))
 
 

@@ -41,10 +41,7 @@ class Composed(Reducer):
                 "Write a method that works before it first, such as torino-x(budget=64)+fastv(budget=32)."
             )
         if not self.inside.in_language_model:
-            raise BadParameter(
-                f"{self.inside.spec} works before the language model, so it cannot follow {self.first.spec}. After + "
-                "write a method that works inside it: fastv, pyramiddrop or dart."
-            )
+            raise before_error(self.first.spec, self.inside.spec)
 
     @property
     def spec(self) -> str:
@@ -84,6 +81,14 @@ class Composed(Reducer):
     def plan(self, tokens: VisualTokens) -> Reduction:
         """Raise MissingSignal: the second method reads the language model."""
         raise inside_error(self.spec)
+
+
+def before_error(first: str, second: str) -> BadParameter:
+    """Return the error for a second method that does not work inside the language model."""
+    return BadParameter(
+        f"{second} works before the language model, so it cannot follow {first}. After + write a method that works "
+        "inside it: fastv, pyramiddrop or dart."
+    )
 
 
 def split_reducer(reducer: Reducer) -> tuple[Reducer | None, InLanguageModelReducer | None]:
