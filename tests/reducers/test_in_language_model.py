@@ -156,7 +156,7 @@ def test_joined_methods() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("fastv(budget=3)+random(budget=2)", "already works inside the language model"),
+        ("fastv(budget=3)+random(budget=2)", "works before the language model, so it cannot follow fastv"),
         ("fastv(budget=3)+dart(budget=2)", "already works inside the language model"),
         ("random(budget=3)+tome(budget=2)", "fastv, pyramiddrop or dart"),
         ("torino-m(k=2) + torino-p(k=3)", "fastv, pyramiddrop or dart"),
@@ -169,12 +169,16 @@ def test_joined_methods() -> None:
 def test_what_cannot_be_joined(spec: str, message: str) -> None:
     with pytest.raises(BadParameter, match=message):
         make(spec)
-    if "needs budget" not in message and "read" not in message and "two" not in message:
-        first, inside = (
-            make(part, **({"sae": RawEmbedding()} if "torino" in part else {})) for part in spec.split("+")
-        )
-        with pytest.raises(BadParameter, match=message):
-            Composed(first, inside)
+
+
+def test_what_cannot_be_composed() -> None:
+    before, inside = make("random(budget=3)"), make("fastv(budget=2)")
+    with pytest.raises(BadParameter, match="already works inside the language model"):
+        Composed(inside, inside)
+    with pytest.raises(BadParameter, match="already works inside the language model"):
+        Composed(Composed(before, inside), inside)
+    with pytest.raises(BadParameter, match="fastv, pyramiddrop or dart"):
+        Composed(before, before)
 
 
 def test_unknown_names_and_ambiguous_budgets() -> None:
