@@ -122,6 +122,20 @@ def test_other_endpoints_and_keys() -> None:
     assert run_async(get("/v1/models")) == 401
 
 
+def test_websockets_are_refused() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    check = RequestCheck(echo, OPTIONS, ServerState())
+    run_async(check({"type": "websocket", "path": "/v1/realtime"}, receive, send))
+    assert [message["type"] for message in sent] == ["websocket.close"]
+
+
 def test_images_of_allowed_hosts_are_replaced_by_their_content() -> None:
     file = read_data_url(image_part()["image_url"]["url"])
 

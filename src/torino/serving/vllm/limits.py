@@ -90,7 +90,10 @@ class RequestCheck:
         self.images = images or ImageSource(options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Handle one request; refuse websockets, whose messages would pass unchecked."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "torino serve has no websockets."})
+            return
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
