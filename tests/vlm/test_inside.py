@@ -19,7 +19,7 @@ from tests.support.reference_inside import RULES, reference_generate
 from tests.support.tiny import PATCHES
 from tests.vlm.test_families import MODELS, _Decoder
 from torino import Reduction, VisualTokens, make
-from torino.core.errors import BadParameter, BadTokens, MissingSignal, UnmetBudget
+from torino.core.errors import BadParameter, BadTokens, MissingSignal, TorinoError, UnmetBudget
 from torino.reducers import Composed, KeepShare, Reducer
 from torino.vlm import VLM, ReducingProcessor, reduced
 from torino.vlm.prefix import PrefixCache
@@ -426,6 +426,32 @@ def test_no_hook_remains_even_after_an_error(model: Any) -> None:
                 assert budget > PATCHES
     layers = model.get_decoder().layers
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
+
+
+def test_a_model_that_ignores_hooks_is_refused(model: Any) -> None:
+    """Compiled models do; without this check the answer would be that of all tokens."""
+    layers = model.get_decoder().layers
+    for layer in layers:
+        layer._call_impl = layer.forward  # what a compiler calls
+    try:
+        with reduced(model, make("fastv", budget=3)), pytest.raises(TorinoError, match=r"before torch\.compile"):
+            model.generate(**tiny.prompt(QUESTION), max_new_tokens=2)
+    finally:
+        for layer in layers:
+            del layer._call_impl
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", SPECS)
+def test_half_precision(spec: str, dtype: torch.dtype) -> None:
+    for attention in ("sdpa", "eager"):
+        model = tiny.llava(layers=4, attention=attention).to(dtype)
+        inputs = tiny.prompt(*ROWS)
+        inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+        with reduced(model, make(spec)) as trace:
+            output = model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True, output_logits=True)
+        assert all(bool(logits.isfinite().all()) for logits in output.logits)
+        assert {len(plan) for plan in trace} == {4 if "+" in spec else 5}
 
 
 def test_other_threads_use_the_stock_model(model: Any) -> None:

@@ -44,7 +44,8 @@ def attention_row(
         With rotary embedding.
     """
     attention = layer.self_attn
-    states: Tensor = layer.input_layernorm(hidden[line : line + 1].to(attention.k_proj.weight.device))
+    states, weight = hidden[line : line + 1], next(layer.input_layernorm.parameters(), hidden)
+    states = layer.input_layernorm(states if weight.is_meta else states.to(weight.device))  # meta: offloaded
     cosine, sine = (_line(part, line).to(states.device) for part in given["position_embeddings"])
     last = slice(query, query + 1)
     keys = _heads(attention, "k", states, cosine, sine)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from torino.core.errors import BadParameter
+from torino.core.errors import BadParameter, TorinoError
 from torino.core.reduction import Reduction
 from torino.reducers import InLanguageModelReducer
 from torino.reducers._similarity import nearest_kept
@@ -300,7 +300,11 @@ class InsideRun:
                 handle = self.layers[-1].register_forward_hook(self._after)
             stack.callback(handle.remove)
             yield
-        self._inputs.clear()
+        if set(self.blocks) - set(self._layouts):
+            raise TorinoError(
+                "The language model ran without the hooks that drop its tokens, which hooks on a compiled model cannot "
+                "do. Pass the model from before torch.compile, or choose a method that works before the language model."
+            )
 
     def _before(
         self, number: int, layer: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]
