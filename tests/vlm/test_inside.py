@@ -279,6 +279,24 @@ def test_forward_keeps_the_length_of_the_prompt_and_its_padding(model: Any, spec
     assert torch.allclose(results[0][1][text], results[1][1][text], atol=1e-4)
 
 
+@pytest.mark.parametrize("spec", [*SPECS, "random(budget=9)+dart(budget=4)"])
+def test_labels_show_where_the_answer_begins(model: Any, spec: str) -> None:
+    """The logits of a given answer are those of generating it: the answer is not read to choose tokens."""
+    for question in (QUESTION, "ab#"):
+        inputs = tiny.prompt(question)
+        generated = ask(model, inputs, make(spec), suppress_tokens=[tiny.IMAGE])
+        whole = tiny.padded([generated.sequences[0].tolist()])
+        whole["pixel_values"] = inputs["pixel_values"]
+        labels = whole["input_ids"].clone()
+        labels[:, :-5] = -100
+        with reduced(model, make(spec)) as trace, torch.no_grad():
+            logits = model(**whole, labels=labels).logits[0, -6:-1]
+        with reduced(model, make(spec)) as expected:
+            model.generate(**inputs, max_new_tokens=1)
+        assert trace[0].sources.tolist() == expected[0].sources.tolist()
+        assert torch.allclose(logits, torch.cat(generated.logits), atol=1e-4)
+
+
 def test_gradients_reach_the_projector() -> None:
     model = tiny.llava(layers=4)
     with reduced(model, make("fastv", budget=3)):
