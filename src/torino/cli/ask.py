@@ -141,7 +141,7 @@ def _print_warnings() -> Generator[None]:
 
 
 def _print(answer: Answer) -> None:
-    from torino.core.explanation import describe_change
+    from torino.core.explanation import describe_change, describe_words
 
     full = answer.baseline
     if full is None:
@@ -158,6 +158,9 @@ def _print(answer: Answer) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    words = describe_words([asked for reduction in answer.reductions for asked in reduction.words])
+    if words:
+        out.print(escape(words[0].upper() + words[1:]), highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     table.add_column("milliseconds")
     table.add_column("reduced" if answer.reductions else "full", justify="right")
