@@ -282,7 +282,8 @@ def test_relevant_groups_are_fine_and_others_coarse() -> None:
 def test_words_are_saved_and_follow_their_tokens(tmp_path: Any) -> None:
     plan = TorinoQ(RAW, budget=8, concepts=2, threshold=2.0, locality=1.0).plan(two_objects())
     loaded = Reduction.load(plan.save(tmp_path / "plan.npz"))
-    assert loaded.words == plan.words and any(plan.words)
+    assert loaded.words == plan.words
+    assert any(plan.words)
     identity = Reduction.pick(torch.arange(8), (1, 8), "second")
     assert plan.then(identity).words == ()
     with pytest.raises(BadParameter, match="words must have one entry for each of the 8 output tokens, got 1"):

@@ -117,9 +117,11 @@ def test_a_second_question_about_the_same_image_is_planned_again() -> None:
     assert not torch.equal(first.anchor, second.anchor)
     for plan, patch, word in ((first, 1, "40"), (second, 14, "41")):
         token = plan.anchor.tolist().index(patch)
-        assert plan.words[token] == (word,) and plan.role[token] == "question"
+        assert plan.words[token] == (word,)
+        assert plan.role[token] == "question"
     trace = Trace([ReducedCall((plan,), (16,), (6,), {}) for plan in (first, second)])
-    assert '"40"' in trace.summary() and '"41"' in trace.summary()
+    assert '"40"' in trace.summary()
+    assert '"41"' in trace.summary()
 
 
 def test_words_of_subword_tokens() -> None:
