@@ -29,7 +29,7 @@ from torino.sae.joint import MODALITIES, JointSAE, JointStatistics
 from torino.sae.model import SAE
 
 FORMAT = "torino-sae/1"
-JOINT_FORMAT = "torino-sae/2"  # with a center and a scale for each modality, which version 1 would drop
+JOINT_FORMAT = "torino-sae/joint/1"  # with a center and a scale for each modality, which other readers would drop
 FAMILY = "torino-sae/"
 WEIGHTS, CARD = "sae.safetensors", "card.json"
 NAMES, NAMES_FORMAT = "names.json", "torino-names/1"
