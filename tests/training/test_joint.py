@@ -89,7 +89,7 @@ def test_statistics_survive_files(trained: Path, tmp_path: Path) -> None:
     sae = SAE.load(trained)
     assert isinstance(sae, JointSAE)
     card = read_json(trained / "card.json")
-    assert card["format"] == "torino-sae/2"
+    assert card["format"] == "torino-sae/joint/1"
     assert card["joint"]["space"] == "projected"
     assert set(card["joint"]) == {"space", "image_scale", "text_scale"}
     again = SAE.load(sae.save(tmp_path / "again"))
@@ -156,7 +156,7 @@ def test_texts_from_files(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text("{\n")
     (tmp_path / "e.parquet").write_bytes(b"PAR1")
     for name in ("d.jsonl", "e.parquet"):
-        with pytest.raises(BadFile, match="is not JSON|cannot be read as parquet"):
+        with pytest.raises(BadFile, match=r"is not JSON|cannot be read as parquet"):
             read_texts(tmp_path / name)
 
 
@@ -222,9 +222,8 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
     # the rows are read again, so the model is not needed
     run_command("train", "--joint", "projected", "--rows", str(rows), "-o", str(tmp_path / "second"), *small)
     assert torch.equal(SAE.load(tmp_path / "second").W_enc, sae.W_enc)
-    assert "already finished" in run_command(
-        "train", "--joint", "projected", "--rows", str(rows), "-o", str(output), *small
-    )
+    again = run_command("train", "--joint", "projected", "--rows", str(rows), "-o", str(output), *small)
+    assert "already finished" in again
     for options, message in (
         (["--joint", "block:1", "--rows", str(rows)], "holds rows of the space projected"),
         (["--joint", "projected"], "needs --model and --images"),
@@ -242,7 +241,7 @@ def test_photos_without_captions_need_texts(home: Path, tmp_path: Path) -> None:
     tiny_vlm.photo(seed=1).save(tmp_path / "photos" / "1.png")
     space = open_joint_space("projected", load_vlm(home / "llava"))
     photos = open_photos(tmp_path / "photos")
-    with pytest.raises(BadParameter, match="have no captions. Give texts with --texts"):
+    with pytest.raises(BadParameter, match=r"have no captions. Give texts with --texts"):
         collect_rows(space, photos)
     assert len(collect_rows(space, photos, ["what is", "this"]).text) == 3
     with pytest.raises(BadParameter, match="tokens must be all or random:R, got cls"):

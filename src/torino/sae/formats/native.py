@@ -96,8 +96,9 @@ def _read_statistics(file: CheckpointFile, card: Mapping[str, Any], path: Path) 
     if not isinstance(joint, dict) or not {f"{name}_center" for name in MODALITIES} <= file.keys:
         raise BadFile(f"{path} is of a joint SAE, but center or scale of a modality is missing. Save the SAE again.")
     try:
-        centers = {f"{name}_center": file.tensor(f"{name}_center") for name in MODALITIES}
-        return JointStatistics(**{**cast(dict[str, Any], joint), **centers})
+        values = dict(cast(dict[str, Any], joint))
+        values |= {f"{name}_center": file.tensor(f"{name}_center") for name in MODALITIES}
+        return JointStatistics(**values)
     except (TypeError, TorinoError) as error:
         raise BadFile(f"{path} has wrong statistics of its modalities ({error}). Save the SAE again.") from error
 
@@ -107,10 +108,8 @@ def write(sae: SAE, folder: Path, dtype: torch.dtype) -> Path:
     tensors = _tensors(SAEParts.of(sae), dtype)
     version = FORMAT
     if isinstance(sae, JointSAE):
-        version, tensors = (
-            JOINT_FORMAT,
-            tensors | {f"{n}_center": getattr(sae, f"{n}_center").cpu() for n in MODALITIES},
-        )
+        version = JOINT_FORMAT
+        tensors |= {f"{name}_center": getattr(sae, f"{name}_center").cpu() for name in MODALITIES}
     digest = hash_tensors(tensors)
     write_arrays(folder / WEIGHTS, tensors, {"format": version, DIGEST: digest})
     write_json(folder / CARD, {"format": version, **sae.facts(), DIGEST: digest}, sealed=True)
