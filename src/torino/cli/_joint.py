@@ -1,4 +1,4 @@
-"""The rows of ``torino train --joint``."""
+"""Joint SAEs on the command line: the rows of ``torino train --joint``, and their shared concepts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from torino.cli._common import errors, quiet_transformers
+from torino.cli._common import errors, out, quiet_transformers
 from torino.cli._progress import progress
 from torino.core.errors import BadParameter
 
 if TYPE_CHECKING:  # these import torch, which slows down the start
+    from PIL.Image import Image
+
+    from torino.sae.joint import JointSAE
     from torino.training.joint import JointRows
+
+SHARED_NUMBERS, SHARED_SHEET = "shared-concepts.json", "shared-concepts.png"
 
 
 @dataclass(frozen=True)
@@ -88,3 +93,47 @@ class JointSource:
         if self.rows is not None:
             found.save(self.rows)
         return found
+
+
+def write_shared_concepts(
+    sae: JointSAE,
+    model: str,
+    images: str,
+    target: Path,
+    top: int,
+    limit: int | None,
+    device: str,
+    allow_outside: bool,
+    clip: str | None,
+) -> None:
+    """Compare words and photos of the latents of a joint SAE; write numbers and a sheet."""
+    from torino.core.io import write_json
+    from torino.datasets import open_photos
+    from torino.datasets.images import as_seen
+    from torino.interpret.shared_concepts import find_shared_concepts
+    from torino.interpret.shared_sheet import draw_shared_sheet
+    from torino.viz.draw import save_picture
+    from torino.vlm import load_clip_text, load_vlm
+    from torino.vlm.joint_space import open_joint_space
+
+    photos = open_photos(images, limit=limit, allow_outside=allow_outside)
+    with errors.status(f"Loading {escape(model)} …"), quiet_transformers():
+        text = None if clip is None else load_clip_text(clip, device=device)
+        vlm = load_vlm(model, device, text_query=text)
+        space = open_joint_space(sae.space, vlm)
+    with progress(errors, {"photos": len(photos)}) as update:
+        found = find_shared_concepts(sae, space, photos, progress=lambda done: update("photos", done))
+
+    def load(number: int) -> tuple[Image, int]:
+        data = photos[number].data
+        inputs = vlm.inputs(data, "?")
+        return as_seen(inputs.tensors, vlm.processor, inputs.images)[0], len(space.image_rows(data))
+
+    written = [write_json(target / SHARED_NUMBERS, found.to_dict())]
+    if found.concepts:
+        with errors.status("Drawing …"):
+            sheet = draw_shared_sheet(found.concepts[:top], load, title=f"Shared concepts of {sae.card.name or model}")
+            written.append(save_picture(sheet, target / SHARED_SHEET))
+    out.print(found.summary(), highlight=False, soft_wrap=True)
+    for file in written:
+        out.print(f"Wrote {escape(str(file))}", highlight=False, soft_wrap=True)
