@@ -111,8 +111,8 @@ class SharedConcepts:
         """Return the counts in a few sentences."""
         text = (
             f"Of {self.latents:,} latents, {self.both:,} fire for images and text, {self.image_only:,} for images "
-            f"only, {self.text_only:,} for text only, {self.silent:,} for neither ({self.photos:,} photos, {self.texts:,} "
-            "texts)."
+            f"only, {self.text_only:,} for text only, {self.silent:,} for neither ({self.photos:,} photos, "
+            f"{self.texts:,} texts)."
         )
         if not self.concepts:
             return f"{text} None of them can be compared with captions."
