@@ -72,7 +72,7 @@ def main() -> None:
         print(f"{number + 1} of {len(groups)} images", end="\r", flush=True)
     results = {
         "single": compare(single, "torino-q", args.seed),
-        "two turns": compare(turns, "other question", args.seed),
+        "two turns": compare(turns, TURNS[1], args.seed),
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
         | {"data": args.data.name},
         "images": len(groups),
@@ -82,7 +82,9 @@ def main() -> None:
     }
     results["settings"].pop("output")
     write_json(args.output, results)
-    print(table(results["single"]), table(results["two turns"]), f"Wrote {args.output}", sep="\n\n")
+    print(
+        table(results["single"], "torino-q"), table(results["two turns"], TURNS[1]), f"Wrote {args.output}", sep="\n\n"
+    )
 
 
 def draw(builder: TaskBuilder, count: int, seed: int) -> Iterator[tuple[str, Item]]:
@@ -184,10 +186,10 @@ def percent(sums: np.ndarray) -> np.ndarray:
     return 100 * sums[..., 0] / np.maximum(sums[..., 1], 1)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]], mine: str) -> str:
     """Return a Markdown table."""
     lines = [
-        "| type | budget | setting | n | score | ahead of it by | p (Holm) |",
+        f"| type | budget | setting | n | score | {mine} is ahead by | p (Holm) |",
         "|---|---:|---|---:|---:|---:|---:|",
     ]
     for row in rows:
