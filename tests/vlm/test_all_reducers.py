@@ -35,7 +35,8 @@ def test_model_answers_with_every_reducer(name: str) -> None:
     with reduced(model, make_reducer(name), text_query=query) as trace:
         out = model.generate(**inputs, max_new_tokens=3, do_sample=False)
     assert out.shape == (1, ids.shape[1] + 3)
-    assert (trace.before, trace.after) == (16, BUDGET)
+    assert (trace.before, len(trace[0])) == (16, BUDGET)
+    assert trace.after == (16 if get(name).in_language_model else BUDGET)  # what the first layer reads
     assert trace[0].by.startswith(name)
 
 

@@ -142,6 +142,7 @@ def _print_warnings() -> Generator[None]:
 
 def _print(answer: Answer) -> None:
     from torino.core.explanation import describe_change, describe_words
+    from torino.reducers.in_language_model import layer_averaged
 
     full = answer.baseline
     if full is None:
@@ -161,6 +162,14 @@ def _print(answer: Answer) -> None:
     words = describe_words([asked for reduction in answer.reductions for asked in reduction.words])
     if words:
         out.print(escape(words[0].upper() + words[1:]), highlight=False, soft_wrap=True)
+    if answer.layers:
+        counts = " → ".join(map(str, dict.fromkeys(answer.layers)))
+        out.print(
+            f"layer-averaged: the {len(answer.layers)} layers of the language model process {counts} image tokens, "
+            f"{layer_averaged(answer.layers):.1f} on average",
+            highlight=False,
+            soft_wrap=True,
+        )
     table = Table(box=None, pad_edge=False)
     table.add_column("milliseconds")
     table.add_column("reduced" if answer.reductions else "full", justify="right")
