@@ -36,12 +36,18 @@ def list_(
     if as_json:
         out.print_json(json.dumps(rows))
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in rows[0]:
+    table = Table(box=None, pad_edge=False, show_header=kind != "reducers")
+    for heading in rows[0] if kind != "reducers" else ("name", "summary"):
         table.add_column(heading, style="bold" if heading == "name" else None, no_wrap=heading == "name")
     for row in rows:
-        table.add_row(*[escape(value) for value in row.values()])
+        table.add_row(*(_describe_reducer(row) if kind == "reducers" else [escape(value) for value in row.values()]))
     out.print(table)
+
+
+def _describe_reducer(row: dict[str, str]) -> list[str]:
+    """Return the name, and the summary above what the method reads and returns."""
+    facts = f"reads {row['needs']}; length {row['length']}; {row['output']}"
+    return [escape(row["name"]), f"{escape(row['summary'].replace('``', ''))}\n[dim]{escape(facts)}[/]"]
 
 
 def _reducers(everything: bool) -> list[dict[str, str]]:
