@@ -67,6 +67,7 @@ def sample_signal(name: str, n: int, width: int, generator: torch.Generator, hea
         "joint": (n, 12),
         "projected": (n, 2 * width),
         "words": (5, 2 * width),
+        "generic_words": (40, 2 * width),
     }
     values = torch.randn(shapes.get(kind, (n, width)), generator=generator)
     return values.softmax(-1) if "attention" in kind else values

@@ -170,7 +170,7 @@ def test_mistakes_on_the_command_line(home: Path, tmp_path: Path, monkeypatch: p
         ({"sae": "owner/of-nothing-at-all"}, "owner/of-nothing-at-all"),
         ({"sae": str(tmp_path / "narrow")}, "width 16"),
         ({"sae": str(tmp_path / "elsewhere")}, "block 9"),
-        ({"method": "torino"}, "torino-m"),
+        ({"method": "torino"}, "torino-x"),
         ({"method": "none"}, "no effect"),
         ({"method": "none", "sae": None, "baseline": True}, "--baseline"),
         ({"method": "none", "sae": None, "draw": tmp_path / "x.png"}, "--draw"),

@@ -173,7 +173,7 @@ def test_a_named_method_is_compared_or_refused(home: Path) -> None:
     failed = compare(home, "--budget", "5", "--methods", "all,torino-m", sae="", code=2)
     assert "torino-m reads concepts and needs an SAE" in failed.text
     without = compare(home, "--budget", "5", sae="")
-    assert "Left out: scts, torino-m, torino-p, torino-x, which read concepts: give --sae." in without.text
+    assert "Left out: scts, torino-m, torino-p, torino-q, torino-x, which read concepts: give --sae." in without.text
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from torino.vlm import ModelPackage, loading
 from torino.vlm.towers import load_tower
 
 INSIDE = {"fastv", "pyramiddrop", "dart"}  # in the language model, which look does not run
-NOT_DRAWN = {"cdpruner", "mmtok", "downsample", *INSIDE}  # they read the question, or shrink the image
+NOT_DRAWN = {"cdpruner", "mmtok", "torino-q", "downsample", *INSIDE}  # they read the question, or shrink the image
 
 app = typer.Typer(rich_markup_mode="rich")
 app.command(epilog=EPILOG)(look)
@@ -184,6 +184,7 @@ def test_counts_of_the_lab(tmp_path: Path) -> None:
     [
         (["--method", "magic"], "magic"),
         (["--method", "cdpruner"], "cdpruner selects patches by the question, and torino look has none"),
+        (["--method", "torino-q"], "torino-q selects patches by the question, and torino look has none"),
         (["--method", "visionzip"], "visionzip reads no concepts, so --sae has no effect"),
         (["--method", "visionzip", "--kd", "2,2"], "--kd sets k and delta, which visionzip does not have"),
         (["--kd", "2,3"], "--kd takes k,delta with delta from 1 to k, such as 2,2, got '2,3'"),

@@ -61,6 +61,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"rank": "pre-threshold"},
         {"budget": None, "silent": "literal"},
     ],
+    "torino-q": [{"query": 0.0}, {"threshold": 1.5}, {"threshold": 1.5, "budget": None, "query": 0.7, "floor": 0.3}],
     "torino-x": [{"budget": None}, {"mode": "prune"}, {"locality": None}, {"concepts": 3, "order": "native"}],
     "visionzip": [{"fidelity": "paper"}, {"contextual": 1, "order": "native"}],
     "vispruner": [{"important_ratio": 0.0}, {"order": "native"}],

@@ -55,6 +55,9 @@ def test_hash_depends_on_everything_that_changes_tokens() -> None:
 def test_reducers_that_depend_on_other_requests_are_refused() -> None:
     with pytest.raises(BadParameter, match="by the question"):
         check_servable(ReductionSettings("cdpruner", budget=8).build())
+    with pytest.raises(BadParameter, match="by the question, and the images are reduced before the question is known"):
+        check_servable(ReductionSettings("torino-q", sae="example", budget=8).build())
+    check_servable(ReductionSettings("torino-q(query=0)", sae="example", budget=8).build())
     check_servable(ReductionSettings("random", budget=8).build())
     check_servable(None)
 

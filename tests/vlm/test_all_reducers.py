@@ -30,7 +30,8 @@ def test_model_answers_with_every_reducer(name: str) -> None:
     model = tiny.llava()
     ids = torch.tensor([[1, 5, *[model.config.image_token_id] * 16, 7, 8]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": tiny.pixels(1)}
-    query = WordText(lambda text, **options: {"input_ids": [5, 7]}).query("?") if name == "mmtok" else None
+    query = WordText(lambda text, **options: {"input_ids": [5, 7]}).query("?")
+    query = query if get(name).needs & {"words"} else None
     with reduced(model, make_reducer(name), text_query=query) as trace:
         out = model.generate(**inputs, max_new_tokens=3, do_sample=False)
     assert out.shape == (1, ids.shape[1] + 3)

@@ -141,7 +141,7 @@ def _print_warnings() -> Generator[None]:
 
 
 def _print(answer: Answer) -> None:
-    from torino.core.explanation import describe_change
+    from torino.core.explanation import describe_change, describe_words
     from torino.reducers.in_language_model import layer_averaged
 
     full = answer.baseline
@@ -159,6 +159,9 @@ def _print(answer: Answer) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    words = describe_words([asked for reduction in answer.reductions for asked in reduction.words])
+    if words:
+        out.print(escape(words[0].upper() + words[1:]), highlight=False, soft_wrap=True)
     if answer.layers:
         counts = " → ".join(map(str, dict.fromkeys(answer.layers)))
         out.print(

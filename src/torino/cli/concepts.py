@@ -26,6 +26,7 @@ from torino.cli._common import (
     out,
     quiet_transformers,
 )
+from torino.cli._joint import write_shared_concepts
 from torino.cli._progress import progress
 from torino.cli._stop import on_stop
 from torino.core.errors import BadFile, BadParameter
@@ -47,6 +48,8 @@ EPILOG = examples(
     "torino concepts ./my-sae --images captions.parquet --tower ./clip -o report --save-names",
     "torino concepts ./my-sae --images photos/ --tower ./clip --rank monosemanticity",
     "torino concepts ./my-sae --images photos/ --tower ./clip --latents 3,17",
+    "# a joint SAE: words and patches side by side; --tower is the whole model",
+    "torino concepts ./joint-sae --images captions.parquet --tower lab -o report",
     "# measure the similarity of photos with another tower",
     "torino concepts ./my-sae --images photos/ --tower ./clip --embedder ./dinov2",
 )
@@ -99,17 +102,28 @@ def concepts(
     padding: PaddingOption = "crop",
     device: DeviceOption = "auto",
     allow_outside: AllowOutsideOption = False,
+    clip_text: Annotated[
+        str | None, typer.Option(help="For a joint SAE of the space clip: the CLIP of the model's tower.")
+    ] = None,
 ) -> None:
     """Show the top activating photos of the latents of an SAE, score their monosemanticity, and name them.
 
     Writes a sheet, an HTML dashboard and, if the photos have captions or labels, names. torino uses the names in the
     folder of the SAE. Run the same command again to continue an interrupted run.
+
+    For an SAE of images and text (torino train --joint) it compares the words and the photos that each latent fires
+    for, and writes shared-concepts.json and a sheet of words and patches.
     """
     # Validate the options before loading the tower.
     if embedder is None and embedder_block is not None:
         raise BadParameter("--embedder-block selects a block of the embedder. Give one: --embedder TOWER.")
     folder, loaded = _open_sae(sae, output, save_names)
     target = _check_writable(output or cast(Path, folder))
+    from torino.sae.joint import JointSAE
+
+    if isinstance(loaded, JointSAE):
+        write_shared_concepts(loaded, tower, images, target, top, limit, device, allow_outside, clip_text)
+        return
     selected = _parse_latents(latents, loaded.latents)
 
     from torino.datasets import open_photos

@@ -58,7 +58,7 @@ DEFAULT_PAIRS = ((1, 1), (2, 2), (3, 3))
 DEFAULT_SHARES = (0.5, 0.25, 0.125)  # for methods without a default number of tokens
 PLACEHOLDER_BUDGET = 1 << 20  # of a reducer whose budget KeepShare sets for each image
 LARGEST_GROUPS = 4  # groups listed for each setting
-QUESTION_SIGNALS = {"joint", "text", "words"}
+QUESTION_SIGNALS = {"joint", "text", "words", "generic_words"}
 
 
 @dataclass(frozen=True)

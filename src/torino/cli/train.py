@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torino.cli._common import AllowOutsideOption, DeviceOption, errors, examples, out, quiet_transformers
+from torino.cli._joint import JointSource
 from torino.cli._progress import ProgressUpdate, progress
 from torino.cli._stop import on_stop
 from torino.core.errors import BadParameter, TorinoError
@@ -29,6 +30,7 @@ TRAIN_EPILOG = examples(
     "torino train store -o my-sae",
     "torino train store -o my-sae --expansion 64 --paper --log tensorboard",
     "torino train --tower lab --images photos --tokens random:2 -o my-sae",
+    "torino train --joint projected --model lab --images photos.parquet --tokens random:32 -o joint-sae",
     "torchrun --nproc-per-node 8 -m torino train store -o my-sae --batch 32768",
 )
 SWEEP_EPILOG = examples(
@@ -112,6 +114,27 @@ def train(
         int | None,
         typer.Option(min=1, help="With --tower: images whose rows are mixed with each other." + _default("128")),
     ] = None,
+    joint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPACE",
+            help="Train on image and text tokens of one space of a model: projected (input of its language model), "
+            "block:N (after a block of it), or clip. Needs --model and --images, or --rows.",
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --joint: hub name or folder of the model, or lab.")] = None,
+    texts: Annotated[
+        str | None,
+        typer.Option(
+            help="With --joint: text file, or parquet or JSONL file, also FILE:COLUMN."
+            + _default("the captions of the photos")
+        ),
+    ] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(help="With --joint: .safetensors file of the rows; written if it does not exist, else read."),
+    ] = None,
+    clip_text: Annotated[str | None, typer.Option(help="With --joint clip: the CLIP of the model's tower.")] = None,
     allow_outside: AllowOutsideOption = False,
     objective: Objective = "matryoshka",
     expansion: Annotated[float, typer.Option(help="Number of latents as a multiple of the row width.")] = 16,
@@ -182,8 +205,17 @@ def train(
         precision=precision,
         seed=seed,
     )
-    if (store is None) == (tower is None) or (tower is None) != (images is None):
+    joint_options = {"--model": model, "--texts": texts, "--rows": rows, "--clip-text": clip_text}
+    if joint is not None:
+        source = JointSource(joint, model, images, texts, rows, clip_text, tokens, limit, seed, allow_outside)
+        source.check({"STORE": store, "--tower": tower, "--block": block, "--buffer": buffer, "--export": export})
+    elif (store is None) == (tower is None) or (tower is None) != (images is None):
         raise BadParameter("Give either STORE, or both --tower and --images.")
+    else:
+        source = None
+    for option, value in joint_options.items():
+        if joint is None and value is not None:
+            raise BadParameter(f"{option} has no effect without --joint. Leave it out, or add --joint SPACE.")
     for option, value in {"--block": block, "--tokens": tokens, "--limit": limit, "--buffer": buffer}.items():
         if store is not None and value is not None:
             raise BadParameter(
@@ -198,7 +230,9 @@ def train(
 
     target = local_device(device)
     distributed = init_distributed(target)
-    if store is not None:
+    if source is not None:
+        activations = source.open(target)
+    elif store is not None:
         with errors.status(f"Verifying {escape(str(store))} …"):  # reads all of it, but only the first time
             activations = Store.open(store, seed=seed)
     else:

@@ -191,3 +191,12 @@ def expand_path(path: object, name: str = "The path") -> Path:
         raise BadFile(
             f"{name} begins with {given.parts[0]}, and there is no such home folder. Write it out."
         ) from error
+
+
+def check_patches(indices: Sequence[int], patches: int) -> None:
+    """Raise BadParameter unless all indices are patches of a grid, or ``patches``, the CLS token."""
+    invalid = [patch for patch in indices if not 0 <= patch <= patches]
+    if invalid:
+        raise BadParameter(
+            f"There is no patch {invalid[0]}: the grid has patches 0 to {patches - 1}, and {patches} is the CLS token."
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import Any
@@ -32,6 +33,8 @@ class Explanation:
         Name of that latent, if known.
     score : float
         Score that the method ranked the token by; NaN if it has none.
+    words : tuple of str
+        Words of the question to which the token is relevant, the most relevant first.
     """
 
     token: int
@@ -45,6 +48,7 @@ class Explanation:
     concept: int | None
     name: str | None
     score: float
+    words: tuple[str, ...] = ()
 
     def place(self, patch: int) -> tuple[int, int]:
         """Return row and column of a patch on the grid."""
@@ -70,6 +74,8 @@ class Explanation:
         if self.concept is not None:
             subject = "Their most common concept is" if len(self.stands_for) > 1 else "Its concept is"
             text += f" {subject} {self.concept}" + (f" ({self.name})." if self.name else ".")
+        if self.words:
+            text += f" Relevant to {quote_words(self.words)} in the question."
         if not isnan(self.score):
             text += f" Score {self.score:.3g}."
         return text
@@ -87,6 +93,31 @@ def concept_names(reducer: object) -> Mapping[int, str]:
             return names
         current = getattr(current, "inner", None)
     return {}
+
+
+def describe_words(words: Iterable[Sequence[str]]) -> str:
+    """Say how many tokens are relevant to each word of a question, the most frequent word first; empty if none is.
+
+    Examples
+    --------
+    >>> describe_words([("dog",), (), ("leash", "dog")])
+    'relevant to the question: "dog" (2 tokens), "leash" (1 token)'
+    """
+    counts = Counter(word for asked in words for word in asked).most_common()
+    text = ", ".join(f'"{word}" ({count} token{"s" if count > 1 else ""})' for word, count in counts)
+    return f"relevant to the question: {text}" if text else ""
+
+
+def quote_words(words: Iterable[str]) -> str:
+    """Join words of a question in quotation marks.
+
+    Examples
+    --------
+    >>> quote_words(["dog", "leash"])
+    '"dog" and "leash"'
+    """
+    quoted = [f'"{word}"' for word in words]
+    return " and ".join([", ".join(quoted[:-1]), quoted[-1]] if len(quoted) > 1 else quoted)
 
 
 def _format_range(weights: tuple[float, ...]) -> str:

@@ -33,6 +33,7 @@ def reorder_tokens(plan: Reduction, order: Tensor) -> Reduction:
         role=tuple(plan.role[token] for token in order.tolist()),
         assigned=place[plan.assigned],
         score=plan.score[order],
+        words=tuple(plan.words[token] for token in order.tolist()) if plan.words else (),
     )
 
 

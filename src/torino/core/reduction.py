@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torino.core.checks import (
     check_choice,
+    check_patches,
     check_tensor,
     check_type,
     describe_value,
@@ -66,6 +67,8 @@ class Reduction:
         represented, by the patch that was kept in its group.
     score : Tensor of shape (M,), float32
         Score that the method ranked the token by, such as the peak activation a(i); NaN if it has none.
+    words : tuple of M tuples of str
+        Words of the question to which each token is relevant; empty if the method does not read the question.
     """
 
     sources: Tensor
@@ -78,6 +81,7 @@ class Reduction:
     by: str
     assigned: Tensor
     score: Tensor
+    words: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Check that matrix and labels are consistent."""
@@ -88,14 +92,16 @@ class Reduction:
             given = f"{tuple(self.sources.shape)} and {tuple(self.offsets.shape)}"
             raise BadParameter(f"sources and offsets must have one dimension, got {given}.")
         check_type("role", self.role, tuple, "a tuple of str")
+        check_type("words", self.words, tuple, "a tuple of words for each token")
         check_type("by", self.by, str, "the name of a method")
         m, n, nnz = len(self), self.patches, len(self.sources)
         shapes = {"weights": (nnz,), "anchor": (m,), "concept": (m,), "score": (m,), "assigned": (n,)}
         for name, shape in shapes.items():
             if getattr(self, name).shape != shape:
                 raise BadParameter(f"{name} must have shape {shape}, got {tuple(getattr(self, name).shape)}.")
-        if len(self.role) != m:
-            raise BadParameter(f"role must have one entry for each of the {m} output tokens, got {len(self.role)}.")
+        for name, count, accepted in (("role", len(self.role), (m,)), ("words", len(self.words), (0, m))):
+            if count not in accepted:
+                raise BadParameter(f"{name} must have one entry for each of the {m} output tokens, got {count}.")
         if not are_valid_offsets(self.offsets, nnz):
             raise BadParameter(f"offsets must be non-decreasing from 0 to {nnz}, got {self.offsets.tolist()}.")
         for name, low, high in (("sources", 0, n), ("anchor", -1, n), ("assigned", -1, m - 1)):
@@ -113,7 +119,7 @@ class Reduction:
         rows, grid = to_list("rows", rows, Mapping, "mappings of patch to weight", BadParameter), to_grid(grid)
         rows = [{to_integer("A patch", patch): _weight(row[patch]) for patch in row} for row in rows]
         patches = grid[0] * grid[1]
-        _check_patches([patch for row in rows for patch in row], patches)
+        check_patches([patch for row in rows for patch in row], patches)
         assigned = [-1] * (patches + 1)
         for token in reversed(range(len(rows))):
             for patch in rows[token]:
@@ -158,7 +164,7 @@ class Reduction:
         if check_tensor("kept", kept).ndim != 1 or kept.dtype not in INTEGERS:
             raise BadParameter(f"kept must be integers of shape (M,), got {kept.dtype} of shape {tuple(kept.shape)}.")
         kept, m = kept.long().cpu(), len(kept)
-        _check_patches(kept.tolist(), grid[0] * grid[1])
+        check_patches(kept.tolist(), grid[0] * grid[1])
         if assigned is None:
             assigned = kept.new_full((grid[0] * grid[1] + 1,), -1)
             assigned[kept] = torch.arange(m)
@@ -286,6 +292,7 @@ class Reduction:
             by=f"{self.by} > {after.by}",
             assigned=assigned,
             score=after.score,
+            words=after.words,
         )
 
     def explain(self, token: int, names: Mapping[int, str] | None = None) -> Explanation:
@@ -311,6 +318,7 @@ class Reduction:
             concept=None if concept < 0 else concept,
             name=(names or {}).get(concept),
             score=float(self.score[token]),
+            words=self.words[token] if self.words else (),
         )
 
     # ------------------------------------------------------------------ files
@@ -416,16 +424,17 @@ class ReductionBatch(Sequence[Reduction]):
     def arrays(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return the arrays and texts that are stored in a file."""
         roles = sorted({role for reduction in self for role in reduction.role})
-        code = {role: index for index, role in enumerate(roles)}
         arrays = {
             name: torch.cat([getattr(reduction, name) for reduction in self])
             for name in ("sources", "weights", "anchor", "concept", "score", "assigned")
         }
-        arrays["role"] = torch.tensor([code[role] for reduction in self for role in reduction.role], dtype=torch.int8)
+        arrays["role"] = torch.tensor([roles.index(role) for red in self for role in red.role], dtype=torch.int8)
         arrays["row_lengths"] = torch.cat([reduction.offsets.diff() for reduction in self])
         arrays["lengths"] = self.lengths
         arrays["grids"] = torch.tensor([reduction.grid for reduction in self])
         texts = {"format": FORMAT, "roles": json.dumps(roles), "by": json.dumps([reduction.by for reduction in self])}
+        if any(reduction.words for reduction in self):
+            texts["words"] = json.dumps([reduction.words for reduction in self])
         return arrays, texts
 
     def save(self, path: str | Path, **others: Tensor) -> Path:
@@ -453,18 +462,13 @@ def _weight(weight: object) -> float:
     return float(cast(float, weight))
 
 
-def _check_patches(indices: Sequence[int], patches: int) -> None:
-    invalid = [patch for patch in indices if not 0 <= patch <= patches]
-    if invalid:
-        raise BadParameter(
-            f"There is no patch {invalid[0]}: the grid has patches 0 to {patches - 1}, and {patches} is the CLS token."
-        )
-
-
 def _rebuild(arrays: dict[str, Tensor], texts: dict[str, str]) -> list[Reduction]:
     lengths: list[int] = arrays["lengths"].tolist()
     grids: list[list[int]] = arrays["grids"].tolist()
     roles, names = parse_json(texts["roles"], list[str]), parse_json(texts["by"], list[str])
+    words = parse_json(texts["words"], list[list[list[str]]]) if "words" in texts else [[] for _ in grids]
+    if len(words) != len(grids):
+        raise ValueError(f"there are words of {len(words)} images")
     if min(min(grid) for grid in grids) < 1:
         raise ValueError("a grid has no patches")
     if len(arrays["role"]) and not 0 <= int(arrays["role"].min()) <= int(arrays["role"].max()) < len(roles):
@@ -490,6 +494,7 @@ def _rebuild(arrays: dict[str, Tensor], texts: dict[str, str]) -> list[Reduction
             by=names[i],
             assigned=assigned[i],
             score=per_token["score"][i],
+            words=tuple(tuple(asked) for asked in words[i]),
         )
         for i, (rows, columns) in enumerate(grids)
     ]

@@ -6,7 +6,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
@@ -377,6 +377,17 @@ def open_hub(text: str, limit: int | None, *, allow_outside: bool = False) -> Ph
     except Exception as error:  # errors of the libraries that datasets uses
         raise Unreachable(f"Cannot open {text}: {format_error(error)}") from error
     return ArrowPhotos(table, cache, fingerprint, f"{name} ({rest[-1]})", limit, allow_outside=allow_outside)
+
+
+def read_column(path: Path, choose: Callable[[Sequence[str]], str]) -> list[Any]:
+    """Return the cells of one column of a parquet file; ``choose`` names it, given all columns."""
+    parquet = _import_pyarrow("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            name = choose(list(file.schema_arrow.names))
+            return file.read(columns=[name]).column(name).to_pylist()
+    except (OSError, ValueError, MemoryError) as error:  # pyarrow's errors are among these
+        raise BadFile(f"{path} cannot be read as parquet: {format_error(error)}.") from error
 
 
 def _import_pyarrow(module: str) -> Any:

@@ -21,6 +21,7 @@ LABELS = {
     "full": "All tokens",
     "torino-p": "TORINO-P",
     "torino-m": "TORINO-M",
+    "torino-q": "TORINO-Q",
     "torino-x": "TORINO-X",
     "random": "Random",
     "uniform": "Uniform grid",

@@ -35,6 +35,7 @@ from torino.reducers.scts import SCTS
 from torino.reducers.tome import ToMe
 from torino.reducers.tome_tower import ToMeTower
 from torino.reducers.torino import TorinoMerge, TorinoPrune
+from torino.reducers.torino_q import TorinoQ
 from torino.reducers.torino_x import TorinoX
 from torino.reducers.uniform import Uniform
 from torino.reducers.visionzip import VisionZip
@@ -79,6 +80,7 @@ __all__ = [
     "ToMeTower",
     "TorinoMerge",
     "TorinoPrune",
+    "TorinoQ",
     "TorinoX",
     "TowerReducer",
     "TowerState",

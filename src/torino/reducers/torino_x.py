@@ -256,6 +256,10 @@ class TorinoX(Reducer):
     def _plan(self, image: VisualTokens, codes: Concepts, max_tokens: int) -> Reduction:
         overlap = self._overlap(image, codes)
         kept, gains = self._select_in_order(image, codes, overlap, max_tokens)
+        return self._build(image, codes, overlap, kept, gains)
+
+    def _build(self, image: VisualTokens, codes: Concepts, overlap: Floats, kept: Ints, gains: Floats) -> Reduction:
+        """Return the reduction to the patches ``kept``, in the order of the output."""
         assigned = _assign_patches(overlap, kept)
         if self.mode == "merge":
             sources, token, weight = _merge_patches(image.patches, overlap, kept, assigned)
@@ -354,7 +358,9 @@ def locality_factors(grid: tuple[int, int], locality: float) -> tuple[Floats, Fl
     return rows, columns
 
 
-def greedy_coverage(overlap: Floats, weight: Floats, max_patches: int, min_gain: float) -> tuple[Ints, Floats]:
+def greedy_coverage(
+    overlap: Floats, weight: Floats, max_patches: int, min_gain: float, start: Ints | None = None
+) -> tuple[Ints, Floats]:
     """Select patches one by one, each of which adds most to Σ_j weight(j) · max over selected i of overlap(i, j).
 
     Parameters
@@ -365,19 +371,27 @@ def greedy_coverage(overlap: Floats, weight: Floats, max_patches: int, min_gain:
     max_patches : int
     min_gain : float
         Stop before a gain below this value; the first patch is always selected.
+    start : array of patches, optional
+        Patches that are selected already; they do not count as the first patch.
 
     Returns
     -------
     selected, gains : arrays of shape (M,)
-        M is at most ``max_patches``.
+        Without those of ``start``; M is at most ``max_patches``.
     """
-    gain = (overlap * weight).sum(1, dtype=np.float64)
-    coverage = np.zeros(len(overlap), np.float32)
+    started = start is not None and len(start) > 0
+    if started:
+        coverage = overlap[start].max(0)
+        gain = (np.maximum(overlap - coverage, 0) * weight).sum(1, dtype=np.float64)
+        gain[start] = -np.inf
+    else:
+        coverage = np.zeros(len(overlap), np.float32)
+        gain = (overlap * weight).sum(1, dtype=np.float64)
     selected, gains = np.empty(max_patches, np.int64), np.empty(max_patches, np.float32)
     for step in range(max_patches):
         highest = gain.max()
         step_gain = highest if highest > TIE else 0.0
-        if step and step_gain < min_gain - TIE:
+        if (step or started) and step_gain < min_gain - TIE:
             return selected[:step], np.minimum.accumulate(gains[:step])
         best = int((gain >= highest - TIE).argmax())
         selected[step], gains[step] = best, step_gain

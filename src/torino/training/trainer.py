@@ -297,7 +297,9 @@ def train(
                 logger.close()
         metrics = final_metrics(trainer) if distributed.is_main else None
         if metrics is not None:
-            trainer.to_sae(build_card(trainer, metrics, name)).save(sae_folder)
+            sae = trainer.to_sae(build_card(trainer, metrics, name))
+            finish = getattr(activations, "finish", None)  # rows that were normalized by modality
+            (sae if finish is None else finish(sae)).save(sae_folder)
             checkpoints.finish_run(metrics.to_dict())
         distributed.barrier()
     return TrainResult(sae_folder, metrics.to_dict() if metrics else {})

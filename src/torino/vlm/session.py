@@ -160,6 +160,7 @@ class VLM:
         position_mode(positions, None)  # refuses an unknown option
         attention_mode(attention, None, self.adapter)  # refuses an unknown or unsupported option
         self._color = mean_color(processor)
+        self._words: WordText | None = None
         weight = next(p for p in model.parameters() if p.is_floating_point())
         self.device, self.dtype = weight.device, weight.dtype
 
@@ -222,7 +223,9 @@ class VLM:
             return None
         questions = [last_question(conversation) for conversation in inputs.conversations]
         if not self.adapter.needs(reducer) & CLIP_SIGNALS:
-            return WordText(self.processor).query(questions)
+            if self._words is None:
+                self._words = WordText(self.processor)
+            return self._words.query(questions)
         if self.text_query is None:
             raise MissingSignal(
                 f"{reducer.spec} chooses patches by the question, which the text tower of a CLIP must read. Give it "

@@ -27,6 +27,7 @@ a tokenizer can decode them (role names such as "USER:" are then included).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -42,6 +43,38 @@ from torino.reducers._checks import check_choice
 from torino.vlm.adapters.base import Adapter, EncodedImages
 from torino.vlm.loading import fetch, local_name, transformers
 from torino.vlm.towers import load_partial
+
+# Questions about any image. Their words show what a patch has in common with all questions: see torino-q.
+GENERIC_QUESTIONS = (
+    "What is in the image?",
+    "What is this?",
+    "Describe the image in detail.",
+    "How many are there?",
+    "What color is it?",
+    "Where is it?",
+    "Is there anything on the left of the picture?",
+    "What is on the right?",
+    "What is he doing?",
+    "Who is in the photo?",
+    "What does it say?",
+    "Which one is bigger?",
+    "Can you see a small one, or some of them?",
+    "Are they the same?",
+    "What kind of place does the picture show?",
+    "Is it day or night?",
+    "Why is she there?",
+    "Answer the question with one word or yes or no.",
+    "What is above it, and what is behind it?",
+    "Does it look old or new?",
+    "What are they for?",
+    "Is this indoors or outdoors?",
+    "What is in front of it?",
+    "What is next to it?",
+    "Has it been used?",
+    "What shape does it have?",
+    "how many, what, where, which, who, is there, are there, does, do, was, were",
+    "Choose one: A, B, C, D.",
+)
 
 Segments = Literal["released", "closed"]
 Question = str | Sequence[str]
@@ -246,6 +279,7 @@ class WordText:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self._generic: list[int] | None = None
         if not callable(self.tokenizer):
             raise BadParameter(
                 f"WordText needs the tokenizer or the processor of the model, got {type(tokenizer).__name__}."
@@ -261,7 +295,7 @@ class WordText:
     @torch.no_grad()
     def embed(self, adapter: Adapter, question: str) -> Tensor:
         """Return the input embedding of each token of a question."""
-        ids: list[int] = self.tokenizer(question, add_special_tokens=False)["input_ids"]
+        ids = self._ids(question)
         if not ids:
             raise MissingSignal("The question is empty, and patches are chosen by it. Give a question.")
         table: nn.Module = cast(Any, adapter.model).get_input_embeddings()
@@ -270,6 +304,30 @@ class WordText:
     def add(self, tokens: VisualTokens, text: Tensor) -> VisualTokens:
         """Add the signal to the tokens of one unit."""
         return tokens.with_(signals={**tokens.signals, "words": text.to(tokens.patches.device)})
+
+    def add_generic(self, tokens: VisualTokens, question: str, adapter: Adapter) -> VisualTokens:
+        """Add the signal ``generic_words``, the words of questions about any image, and the words as text."""
+        table: nn.Module = cast(Any, adapter.model).get_input_embeddings()
+        if self._generic is None:
+            self._generic = sorted({token for text in GENERIC_QUESTIONS for token in self._ids(text)})
+        generic = table(torch.tensor(self._generic, device=next(table.parameters()).device)).float()
+        signals = {**tokens.signals, "generic_words": generic.to(tokens.patches.device)}
+        return tokens.with_(signals=signals, words=self.words(question))
+
+    def words(self, question: str) -> tuple[str, ...]:
+        """Return the word that each token of a question belongs to."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            decode = getattr(self.tokenizer, "decode", str)
+            return tuple(str(decode([token])).strip() for token in self._ids(question))
+        spans = self.tokenizer(question, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        matches = [(match.start(), match.end(), match.group()) for match in re.finditer(r"\w+|[^\w\s]+", question)]
+        return tuple(
+            next((word for begin, end, word in matches if first < end and begin < last), question[first:last].strip())
+            for first, last in spans
+        )
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @dataclass(frozen=True)
@@ -296,8 +354,10 @@ class TextQuery:
         )
 
     @torch.no_grad()
-    def add(self, adapter: Adapter, encoded: EncodedImages, inputs: Mapping[str, Any]) -> EncodedImages:
-        """Add the signals of the question to every unit, each with the question of its prompt."""
+    def add(
+        self, adapter: Adapter, encoded: EncodedImages, inputs: Mapping[str, Any], needs: frozenset[str]
+    ) -> EncodedImages:
+        """Add the signals of the question that are needed to every unit, each with the question of its prompt."""
         self.reader.check(adapter)
         questions = self._questions(inputs, adapter.image_token)
         rows = _image_rows(inputs["input_ids"], adapter.image_token, encoded.full)
@@ -305,8 +365,11 @@ class TextQuery:
         texts = {
             question: self.reader.embed(adapter, question) for question in sorted({questions[row] for row in rows})
         }
-        per_unit = [texts[questions[row]] for row, units in zip(rows, encoded.units, strict=True) for _ in range(units)]
-        tokens = [self.reader.add(unit, text) for unit, text in zip(encoded.tokens, per_unit, strict=True)]
+        per_unit = [questions[row] for row, units in zip(rows, encoded.units, strict=True) for _ in range(units)]
+        tokens = [self.reader.add(unit, texts[asked]) for unit, asked in zip(encoded.tokens, per_unit, strict=True)]
+        if "generic_words" in needs and isinstance(self.reader, WordText):
+            pairs = zip(tokens, per_unit, strict=True)
+            tokens = [self.reader.add_generic(unit, asked, adapter) for unit, asked in pairs]
         return replace(encoded, tokens=tuple(tokens))
 
     def _questions(self, inputs: Mapping[str, Any], image_token: int) -> list[str]:

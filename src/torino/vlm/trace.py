@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torino.core.checks import check_type, to_index
 from torino.core.errors import BadIndex, BadParameter
-from torino.core.explanation import format_removed
+from torino.core.explanation import describe_words, format_removed
 from torino.core.reduction import Reduction
 from torino.reducers.in_language_model import layer_averaged
 
@@ -168,6 +168,9 @@ class Trace(Sequence[Reduction]):
                 f"{number:>4}  {len(call.before):>6}  {f'{before} -> {after}':>15}  "
                 f"{format_removed(before, after):>10}  {call.bytes_saved / 2**20:>7.1f} MiB  {by}"
             )
+        for number, call in enumerate(self.calls):
+            text = describe_words([words for reduction in call.reductions for words in reduction.words])
+            lines += [f"{number:>4}  {text}"] if text else []
         if any(call.inside for call in self.calls):
             lines.append(f"layer-averaged tokens: {self.before} -> {self.layer_averaged:.1f}")
         return "\n".join([*lines, f"time: {self._format_times()}"])

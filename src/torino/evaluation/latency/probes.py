@@ -150,6 +150,7 @@ def random_signal(name: str, n: int, width: int, source: torch.Generator) -> Ten
         "joint": (n, 768),
         "text": (1, 768),
         "words": (8, 4096),
+        "generic_words": (80, 4096),
     }
     values = torch.randn(shapes.get(kind, (n, width)), generator=source)
     return (2 * values).softmax(-1) if "attention" in kind else values

@@ -33,6 +33,7 @@ from torino.core.errors import BadFile, BadParameter, unknown_name
 from torino.sae.formats import dictionary_learning, native, overcomplete, prisma, qwen_scope, saelens, saev, sparsify
 from torino.sae.formats._common import ACCEPTED, GATED, MAX_FLOAT, CheckpointFile, SAEParts
 from torino.sae.formats.locate import locate
+from torino.sae.joint import JointSAE
 from torino.sae.model import SAE, Kind
 
 __all__ = ["LAYOUTS", "READ_ONLY", "read_sae", "write_sae"]
@@ -82,6 +83,11 @@ def write_sae(sae: SAE, folder: str | Path, layout: str, dtype: torch.dtype = to
         return native.write(sae, folder, dtype)
     if dtype != torch.float32:
         raise BadParameter(f"dtype must be torch.float32 for the {layout} layout, got {dtype}.")
+    if isinstance(sae, JointSAE):
+        raise BadParameter(
+            f"This SAE normalizes images and text by statistics of their own, which the {layout} layout cannot hold. "
+            "Export it for one modality: sae.modality('image').export(...)."
+        )
     return (dictionary_learning.write if layout == "dictionary_learning" else saelens.write)(sae, folder)
 
 

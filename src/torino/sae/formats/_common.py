@@ -19,6 +19,7 @@ from torino.core.io import hash_tensors, read_checkpoint, read_json, read_json_l
 from torino.core.tokens import FLOATS
 from torino.core.verified import VerifiedFiles
 from torino.sae.card import SAECard
+from torino.sae.joint import JointSAE, JointStatistics
 from torino.sae.model import SAE, Kind, Normalize
 from torino.sae.weights import validate_k
 
@@ -249,6 +250,7 @@ class SAEParts:
     card: SAECard = field(default_factory=SAECard)
     advice: str = ""
     inclusive: bool = False
+    joint: JointStatistics | None = None
 
     @classmethod
     def of(cls, sae: SAE) -> SAEParts:
@@ -275,7 +277,8 @@ class SAEParts:
             options["threshold"] = None  # a relu SAE has none, even if the file does
         advice = f" {self.advice}" if self.advice and kind == "topk" and options["k"] is None else ""
         try:
-            return SAE(*tensors, kind=kind, **options)
+            sae = SAE(*tensors, kind=kind, **options)
+            return sae if self.joint is None else JointSAE.of(sae, self.joint)
         except TorinoError as error:
             raise BadFile(f"{path} is not a valid SAE: {error}{advice}") from error
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor
 
-from torino.core.errors import BadFile, BadParameter
+from torino.core.errors import BadFile, BadParameter, TorinoError
 from torino.core.io import hash_tensors, read_json, write_arrays, write_json
 from torino.core.schema import check_schema
 from torino.sae.formats._common import (
@@ -25,9 +25,11 @@ from torino.sae.formats._common import (
     check_size,
     make_card,
 )
+from torino.sae.joint import MODALITIES, JointSAE, JointStatistics
 from torino.sae.model import SAE
 
 FORMAT = "torino-sae/1"
+JOINT_FORMAT = "torino-sae/joint/1"  # with a center and a scale for each modality, which other readers would drop
 FAMILY = "torino-sae/"
 WEIGHTS, CARD = "sae.safetensors", "card.json"
 NAMES, NAMES_FORMAT = "names.json", "torino-names/1"
@@ -65,7 +67,7 @@ def read(file: CheckpointFile, decoder: bool) -> SAEParts:
             f"Save the SAE again, or copy its {CARD} into the same folder."
         )
     version = str(card.get("format"))
-    if version != FORMAT:
+    if version not in (FORMAT, JOINT_FORMAT):
         advice = "Update torino to read it." if version.startswith(FAMILY) else "Download the card again."
         raise BadFile(f"{path} has the format {version!r}, but this version of torino reads {FORMAT!r}. {advice}")
     if DIGEST in card and DIGEST in file.header and card[DIGEST] != file.header[DIGEST]:
@@ -83,15 +85,34 @@ def read(file: CheckpointFile, decoder: bool) -> SAEParts:
     parts.threshold = file.threshold(latents)
     parts.center, parts.normalize = check_flag(card, "center", True, path), card.get("normalize", "none")
     parts.card = make_card(card)
+    if version == JOINT_FORMAT:
+        parts.joint = _read_statistics(file, card, path)
     return parts
+
+
+def _read_statistics(file: CheckpointFile, card: Mapping[str, Any], path: Path) -> JointStatistics:
+    """Read center and scale of each modality; a joint SAE without them is refused."""
+    joint = card.get("joint")
+    if not isinstance(joint, dict) or not {f"{name}_center" for name in MODALITIES} <= file.keys:
+        raise BadFile(f"{path} is of a joint SAE, but center or scale of a modality is missing. Save the SAE again.")
+    try:
+        values = dict(cast(dict[str, Any], joint))
+        values |= {f"{name}_center": file.tensor(f"{name}_center") for name in MODALITIES}
+        return JointStatistics(**values)
+    except (TypeError, TorinoError) as error:
+        raise BadFile(f"{path} has wrong statistics of its modalities ({error}). Save the SAE again.") from error
 
 
 def write(sae: SAE, folder: Path, dtype: torch.dtype) -> Path:
     """Write the weights, then the card, so that a folder with a matching card is complete."""
     tensors = _tensors(SAEParts.of(sae), dtype)
+    version = FORMAT
+    if isinstance(sae, JointSAE):
+        version = JOINT_FORMAT
+        tensors |= {f"{name}_center": getattr(sae, f"{name}_center").cpu() for name in MODALITIES}
     digest = hash_tensors(tensors)
-    write_arrays(folder / WEIGHTS, tensors, {"format": FORMAT, DIGEST: digest})
-    write_json(folder / CARD, {"format": FORMAT, **sae.facts(), DIGEST: digest}, sealed=True)
+    write_arrays(folder / WEIGHTS, tensors, {"format": version, DIGEST: digest})
+    write_json(folder / CARD, {"format": version, **sae.facts(), DIGEST: digest}, sealed=True)
     (folder / NAMES).unlink(missing_ok=True)  # names of the previous weights
     if sae.names:
         write_names(folder, {latent: {"name": name} for latent, name in sae.names.items()}, sae.latents, digest=digest)

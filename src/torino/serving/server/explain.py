@@ -46,6 +46,8 @@ def _groups(plan: Reduction, names: Mapping[int, str]) -> list[dict[str, Any]]:
             group["anchor"] = told.anchor
         if told.concept is not None:
             group["concept"] = _concept(told.concept, names)
+        if told.words:
+            group["words"] = list(told.words)
         groups.append(group)
     return groups
 

@@ -31,6 +31,8 @@ class Activations(Protocol):
     metadata : mapping
         Fields for the card of an SAE trained on the rows: ``encoder``, ``block``, ``token_kind``, ``data``,
         ``license``.
+
+    If there is a method ``finish``, it turns an SAE of these rows into one of the tokens as the model outputs them.
     """
 
     @property

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Positions = Literal["auto", "compact", "original", "median"]
 CLIP_SIGNALS = frozenset({"joint", "text"})  # computed from the question by a CLIP: torino.vlm.text_query
-QUERY_SIGNALS = CLIP_SIGNALS | {"words"}  # computed from the question, not by the tower
+QUERY_SIGNALS = CLIP_SIGNALS | {"words", "generic_words"}  # computed from the question, not by the tower
 
 
 class Adapter(ABC):
@@ -198,7 +198,7 @@ class Adapter(ABC):
         if text_query is None or not self.needs(reducer) & QUERY_SIGNALS:
             return encoded
         with stage("question"):
-            return text_query.add(self, encoded, inputs)
+            return text_query.add(self, encoded, inputs, self.needs(reducer))
 
     def place(
         self, encoded: EncodedImages, plans: ReductionBatch, positions: PositionMode
