@@ -190,3 +190,27 @@ def test_groups_of_a_long_video_are_exact(k: int, delta: int) -> None:
             break
         expected = lowest
     assert torch.equal(label, torch.unique(expected, return_inverse=True)[1])
+
+
+@pytest.mark.parametrize(
+    "spec", ["torino-m(k=1, delta=1)", "torino-x(concepts=1, budget=2, locality=None, time_locality=None)"]
+)
+def test_merged_tokens_can_be_placed_elsewhere(spec: str) -> None:
+    """A concept is in column 0, then in columns 1 and 2, then in columns 2 and 3, where it is brightest."""
+    concept = torch.tensor([[5, 0, 0, 0], [0, 5, 5, 0], [0, 0, 5, 5]])
+    patches = torch.eye(9)[concept.flatten()]
+    patches[11] *= 2
+    video = VisualTokens(patches, (1, 4), frames=3)
+    found = {}
+    for place in ("anchor", "median", "first"):
+        plan = make(spec, sae=RAW, place=place).plan(video)
+        token = int((plan.concept == 5).nonzero()[0])
+        found[place] = plan.locate(plan.anchor[token]).tolist()
+        assert bool((plan.anchor.diff() >= 0).all())
+        assert sorted((plan.assigned == token).nonzero()[:, 0].tolist()) == [0, 5, 6, 10, 11]
+        assert plan.by == make(spec, sae=RAW, place=place).spec
+    assert found["median"] == [1, 0, 2]
+    assert found["first"] == [0, 0, 0]
+    assert found["anchor"] == ([2, 0, 3] if spec.startswith("torino-m") else found["anchor"])
+    with pytest.raises(BadParameter, match="place must be one of 'anchor', 'median', 'first', got 'last'"):
+        make(spec, sae=RAW, place="last")

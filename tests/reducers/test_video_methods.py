@@ -197,7 +197,8 @@ def reference_density_peaks(x: Tensor, clusters: int) -> list[int]:
         round(exp(-sum(d * d for d in sorted(row)[: min(clusters, 7)]) / min(clusters, 7, n)), 9) for row in distance
     ]
     farthest = max(max(row) for row in distance)
-    apart = [min([distance[i][j] for j in range(n) if density[j] > density[i]], default=farthest) for i in range(n)]
+    rank = [(density[i], -i) for i in range(n)]
+    apart = [min([distance[i][j] for j in range(n) if rank[j] > rank[i]], default=farthest) for i in range(n)]
     centers = sorted(range(n), key=lambda i: (-round(apart[i] * density[i], 8), i))[:clusters]
     nearest = [min(centers, key=lambda c, i=i: (distance[i][c], centers.index(c))) for i in range(n)]
     return [i if i in centers else nearest[i] for i in range(n)]

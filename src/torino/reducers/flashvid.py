@@ -43,8 +43,9 @@ class FlashVid(Reducer):
 
     Reads only the patches. The release also keeps a part of each frame by attention and diversity (70 % of the tokens)
     and prunes inside the language model; this is its merging alone (α = 0). Other differences: the budget is exact and
-    for the whole video, while the release rounds up in every segment and frame; ties go to the lowest index, where the
-    release adds noise. If there are fewer tokens than frames, some frames are not represented.
+    for the whole video, while the release rounds up in every segment and frame; of equal densities that of the lowest
+    index counts as larger, where the release adds noise. If there are fewer tokens than frames, some frames are not
+    represented.
 
     Parameters
     ----------
@@ -184,18 +185,18 @@ def density_peaks(x: Tensor, clusters: int) -> tuple[Ints, Ints]:
 
     Examples
     --------
-    >>> label, center = density_peaks(torch.tensor([[0.0], [0.1], [5.0], [5.1], [5.2]]), 2)
+    >>> label, center = density_peaks(torch.tensor([[0.0], [0.3], [5.0], [5.1]]), 2)
     >>> label.tolist(), center.tolist()
-    ([1, 1, 0, 0, 0], [3, 0])
+    ([1, 1, 0, 0], [2, 0])
     """
     square = (x * x).sum(1)
     distance = (square[:, None] + square - 2 * (x @ x.T)).clamp_(min=0).fill_diagonal_(0).double()
     step = float(distance.max()) / ROUNDING
     distance = ((distance / step).round() * step if step else distance) / x.shape[1]
     nearest = distance.topk(min(clusters, NEIGHBORS, len(x)), largest=False).values
-    density = (-nearest.mean(1)).exp()
-    distance = distance.sqrt()
-    denser = density[None] > density[:, None]
+    density = (-nearest.mean(1)).exp().round(decimals=12)
+    distance, index = distance.sqrt(), torch.arange(len(x))
+    denser = (density[None] > density[:, None]) | ((density[None] == density[:, None]) & (index < index[:, None]))
     apart = distance.masked_fill(~denser, float(distance.max())).amin(1)
     center = (apart * density).argsort(descending=True, stable=True)[:clusters]
     label = distance[:, center].argmin(1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torino.core.concepts import ConceptEncoder, Concepts, Rank
 from torino.core.errors import BadParameter, UnmetBudget
 from torino.core.grouping import Groups, Ints, shared_concepts
+from torino.core.placement import Place, place_merged
 from torino.core.planner import plans_with_torch
 from torino.core.ragged import offsets_from_lengths
 from torino.core.reduction import Reduction, ReductionBatch
@@ -94,6 +95,9 @@ class TorinoX(Reducer):
     proportional : bool
         Whether to use proportional attention in the language model, if the model supports it
         (:mod:`torino.vlm.attention`).
+    place : {"anchor", "median", "first"}
+        Where a merged token is: at its selected patch, at the median frame, row and column of its patches, or at the
+        median row and column of those in its first frame.
     """
 
     sae: ConceptEncoder
@@ -107,6 +111,7 @@ class TorinoX(Reducer):
     order: Order = "raster"
     positions: PositionMode = "original"
     proportional: bool = True
+    place: Place = "anchor"
 
     paper: ClassVar[str] = "ours, beyond the TORINO paper"
     always_shown: ClassVar[tuple[str, ...]] = ("locality", "proportional")
@@ -136,6 +141,7 @@ class TorinoX(Reducer):
         check_choice("order", self.order, Order)
         check_choice("positions", self.positions, PositionMode)
         check_flag("proportional", self.proportional)
+        check_choice("place", self.place, Place)
         check_encoder(self.sae)
 
     @property
@@ -166,11 +172,12 @@ class TorinoX(Reducer):
             with stage("sae"):  # encoding and selection are one sequence of operations on the device
                 batch = plan_on_device(self, images)
             if batch is not None:
-                return batch
+                return place_merged(batch, self.place)
         codes = self._encode(images)
         with stage("grouping"):
             limits = self._token_limits(images, codes)
-            return ReductionBatch.of([self._plan(*args) for args in zip(images, codes, limits, strict=True)])
+            batch = ReductionBatch.of([self._plan(*args) for args in zip(images, codes, limits, strict=True)])
+            return place_merged(batch, self.place)
 
     def device_rule(self, grid: tuple[int, int], latents: int, device: torch.device) -> tuple[int, Rank, Any] | None:
         """Return the number of concepts, their rank and the rule for planning on a device; None if unsupported."""
