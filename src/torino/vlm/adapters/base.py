@@ -19,9 +19,18 @@ from torino.core.plugins import load_plugins
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage
 from torino.core.tokens import VisualTokens
-from torino.reducers import Downsample, InTowerReducer, KeepShare, PositionMode, Reducer, as_in_tower
+from torino.reducers import (
+    Downsample,
+    InTowerReducer,
+    KeepShare,
+    PositionMode,
+    Reducer,
+    as_in_tower,
+    split_reducer,
+)
 from torino.vlm.adapters.encoded import EncodedImages, ImageEmbeds
 from torino.vlm.insertion import ShortenedPrompt, Side, shorten_prompt
+from torino.vlm.inside import plan_inside
 from torino.vlm.trace import ReducedCall
 
 if TYPE_CHECKING:
@@ -65,6 +74,9 @@ class Adapter(ABC):
     and positions and outputs are plain. A server can then cache reduced images; see :mod:`torino.vlm.batching`."""
     in_tower_refusal: ClassVar[str] = "torino does not run the blocks of its tower one by one"
     """Why no reducer can run inside the tower; empty where one can."""
+
+    inside_refusal: ClassVar[str] = "torino does not know how its images correspond to the tokens of its prompt"
+    """Why no reducer can work inside the language model; empty where one can, see :mod:`torino.vlm.inside`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -151,7 +163,11 @@ class Adapter(ABC):
     # ------------------------------------------------------------------ shared by all families
 
     def needs(self, reducer: Reducer) -> frozenset[str]:
-        """Return the signals that a reducer reads in this model."""
+        """Return the signals of the tower and of the question that a reducer reads in this model."""
+        before, _ = split_reducer(reducer)
+        if before is None:
+            return frozenset()
+        reducer = before
         optional = reducer.optional if self.projects_patches else frozenset[str]()
         return reducer.needs | optional | (reducer.view_needs if self.tiles else frozenset())
 
@@ -159,7 +175,8 @@ class Adapter(ABC):
         self, inputs: Mapping[str, Any], reducer: Reducer, text_query: TextQuery | None = None
     ) -> tuple[EncodedImages, ReductionBatch | None]:
         """Encode the images for one reducer; a reducer inside the tower returns its plans as well."""
-        in_tower = as_in_tower(reducer)
+        before, _ = split_reducer(reducer)
+        in_tower = None if before is None else as_in_tower(before)
         needs = self.needs(reducer)
         if needs & QUERY_SIGNALS and text_query is None:
             reader = "load_clip_text(name)" if needs & CLIP_SIGNALS else "WordText(processor)"
@@ -196,9 +213,15 @@ class Adapter(ABC):
         return replace(encoded, reduced_tokens=tokens), ReductionBatch.of([plan for plan, _ in placed])
 
     def plan(self, reducer: Reducer, encoded: EncodedImages) -> ReductionBatch:
-        """Plan every unit; units of one image that share a budget are planned together."""
+        """Plan every unit; units of one image that share a budget are planned together.
+
+        Methods that work inside the language model keep all tokens before it.
+        """
+        before, _ = split_reducer(reducer)
+        if before is None:
+            return ReductionBatch.of([Reduction.identity(by=reducer.spec, **unit.layout) for unit in encoded.tokens])
         with torch.no_grad():
-            plans = _plan_units(reducer, encoded)
+            plans = _plan_units(before, encoded)
         self.check_plans(reducer, plans)
         return plans
 
@@ -210,7 +233,10 @@ class Adapter(ABC):
         side: Side | None = None,
         text_query: TextQuery | None = None,
     ) -> tuple[dict[str, Any], ReducedCall]:
-        """Turn the inputs of a full prompt into those of the reduced one."""
+        """Turn the inputs of a full prompt into those of the reduced one.
+
+        If the reducer works inside the language model, the call says what remains to be done there.
+        """
         self.check_inputs(inputs)
         with recording() as seconds:
             encoded, plans = self.encode_for(inputs, reducer, text_query)
@@ -226,7 +252,9 @@ class Adapter(ABC):
         after = tuple(len(item.slots) for item in embeds)
         saved = self.cache_bytes(inputs["input_ids"].numel() - prompt.inputs["input_ids"].numel())
         sizes, patches = token_sizes(embeds, plans)
-        return reduced, ReducedCall(tuple(plans), encoded.full, after, dict(seconds), saved, "", sizes, patches)
+        inside = plan_inside(self, split_reducer(reducer)[1], sizes)
+        call = ReducedCall(tuple(plans), encoded.full, after, dict(seconds), saved, "", sizes, patches, inside)
+        return reduced, call
 
     def insert(
         self,

@@ -32,6 +32,7 @@ class Llava(Adapter):
     shares_prefix: ClassVar[bool] = True
     separates_images: ClassVar[bool] = True
     in_tower_refusal: ClassVar[str] = ""
+    inside_refusal: ClassVar[str] = ""
     prompt_template: ClassVar[str] = "USER: {images}{question} ASSISTANT:"
     image_suffix: ClassVar[str] = "\n"
 
