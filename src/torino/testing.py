@@ -54,6 +54,31 @@ def sample_tokens(width: int = 16, *, needs: frozenset[str] = frozenset(), seed:
     return images
 
 
+def sample_videos(width: int = 16, *, needs: frozenset[str] = frozenset(), seed: int = 0) -> list[VisualTokens]:
+    """Return the tokens of two small random clips: a scene with some noise and a cut, and one frame shown twice."""
+    generator = torch.Generator().manual_seed(seed)
+    videos: list[VisualTokens] = []
+    for frames, grid, times in ((6, (3, 4), None), (2, (1, 5), (0.0, 0.5))):
+        size = grid[0] * grid[1]
+        scenes = torch.randn(2, size, width, generator=generator)
+        noise = 0.2 * torch.randn(frames, size, width, generator=generator) * (frames > 2)
+        patches = torch.stack([scenes[int(frame >= 4)] for frame in range(frames)]) + noise
+        n = frames * size
+        attention = torch.rand(2, n, generator=generator)
+        videos.append(
+            VisualTokens(
+                patches.view(n, width),
+                grid,
+                cls_attention=attention / attention.sum(1, keepdim=True),
+                keys=torch.randn(n, 8, generator=generator),
+                signals={name: sample_signal(name, n, width, generator) for name in sorted(needs - STANDARD_SIGNALS)},
+                frames=frames,
+                times=times,
+            )
+        )
+    return videos
+
+
 def sample_signal(name: str, n: int, width: int, generator: torch.Generator, heads: int = 2) -> Tensor:
     """Return a random signal for ``n`` patches, with the shape that belongs to its name."""
     kind = name.partition("@")[0]
@@ -86,7 +111,7 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     ----------
     reducer : Reducer
     tokens : sequence of VisualTokens, optional
-        Test images. Defaults to small ones with the width of ``reducer.sae``, if there is one.
+        Test images. Defaults to small ones, and clips if it takes frames, with the width of ``reducer.sae``, if any.
 
     Examples
     --------
@@ -95,6 +120,8 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     """
     width = getattr(getattr(reducer, "sae", None), "width", 16)
     images = list(tokens) if tokens is not None else sample_tokens(width, needs=reducer.needs)
+    if tokens is None and reducer.takes_frames:
+        images += sample_videos(width, needs=reducer.needs)
     original_patches = [image.patches.clone() for image in images]
     random_state, numpy_state = torch.get_rng_state(), repr(np.random.get_state())  # noqa: NPY002
 
@@ -187,7 +214,7 @@ def simulate_language_model(reducer: Reducer, tokens: VisualTokens, blocks: int 
     if inside is None:
         raise BadParameter(f"{reducer.spec} does not work inside the language model. Use its plan().")
     generator, width = torch.Generator().manual_seed(0), tokens.width
-    plan = Reduction.identity(tokens.grid) if before is None else before.plan(tokens)
+    plan = Reduction.identity(**tokens.layout) if before is None else before.plan(tokens)
     text, heads = torch.randn(6, width, generator=generator), 2 - width % 2
     weights = torch.randn(blocks, 3, width, width, generator=generator) / width**0.5
     hidden = torch.cat([plan.apply(tokens.patches.float()), text])
@@ -230,7 +257,7 @@ def same_plan(first: Reduction, second: Reduction) -> bool:
     return (
         all(torch.equal(getattr(first, name), getattr(second, name)) for name in tensors)
         and torch.equal(first.score.nan_to_num(), second.score.nan_to_num())
-        and (first.role, first.grid, first.by) == (second.role, second.grid, second.by)
+        and (first.role, first.layout, first.by) == (second.role, second.layout, second.by)
     )
 
 
@@ -258,6 +285,8 @@ def _rejects_output_tokens(reducer: Reducer, image: VisualTokens) -> bool:
 
 def _check_plan(reducer: Reducer, image: VisualTokens, plan: Reduction) -> None:
     _expect(plan.grid == image.grid, reducer, f"gave a plan for grid {plan.grid} instead of {image.grid}")
+    _expect(plan.frames == image.frames, reducer, f"gave a plan of {plan.frames} frames instead of {image.frames}")
+    _expect(plan.times == image.times, reducer, "did not copy the times of the frames into the plan")
     _expect(plan.by == reducer.spec, reducer, f"set plan.by to {plan.by!r} instead of {reducer.spec!r}")
     budget = getattr(reducer, "budget", None)
     if budget is not None:

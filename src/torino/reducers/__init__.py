@@ -9,10 +9,13 @@ from torino.reducers.composed import Composed, split_reducer
 from torino.reducers.dart import DART
 from torino.reducers.divprune import DivPrune
 from torino.reducers.downsample import Downsample
+from torino.reducers.evs import EVS
 from torino.reducers.fastv import FastV
+from torino.reducers.flashvid import FlashVid
 from torino.reducers.folder import Folder
 from torino.reducers.folder_full import FolderFull
 from torino.reducers.folder_tower import FolderTower
+from torino.reducers.frame_sampling import FrameSampling
 from torino.reducers.gtp import GTP
 from torino.reducers.gtp_tower import GTPTower
 from torino.reducers.hiprune import HiPrune
@@ -38,11 +41,13 @@ from torino.reducers.torino import TorinoMerge, TorinoPrune
 from torino.reducers.torino_q import TorinoQ
 from torino.reducers.torino_x import TorinoX
 from torino.reducers.uniform import Uniform
+from torino.reducers.vidcom2 import VidCom2
 from torino.reducers.visionzip import VisionZip
 from torino.reducers.vispruner import VisPruner
 
 __all__ = [
     "DART",
+    "EVS",
     "GTP",
     "SCTS",
     "ApET",
@@ -53,9 +58,11 @@ __all__ = [
     "Downsample",
     "FastV",
     "FasterVLM",
+    "FlashVid",
     "Folder",
     "FolderFull",
     "FolderTower",
+    "FrameSampling",
     "GTPTower",
     "HiPrune",
     "HiRED",
@@ -85,6 +92,7 @@ __all__ = [
     "TowerReducer",
     "TowerState",
     "Uniform",
+    "VidCom2",
     "VisPruner",
     "VisionZip",
     "as_in_language_model",

@@ -64,6 +64,11 @@ class Composed(Reducer):
         return self.first.optional
 
     @property
+    def takes_frames(self) -> bool:  # type: ignore[override]
+        """Whether the first method can reduce videos; methods inside the language model can."""
+        return self.first.takes_frames
+
+    @property
     def position_mode(self) -> PositionMode:
         """Position mode of the first method; tokens keep their positions inside the language model."""
         return self.first.position_mode

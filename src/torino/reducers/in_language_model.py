@@ -36,6 +36,7 @@ class LanguageModelReducer(Reducer):
     """
 
     in_language_model: ClassVar[bool] = True
+    takes_frames: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset()
     """Signals of the language model that :meth:`select` reads."""
     budget: int

@@ -21,7 +21,7 @@ from torino.core.tokens import VisualTokens
 from torino.reducers._checks import check_number, read_signal
 from torino.reducers._similarity import nearest_kept
 from torino.reducers.base import register
-from torino.reducers.torino_x import TIE, Floats, TorinoX, greedy_coverage
+from torino.reducers.torino_x import TIE, Floats, TorinoX, assign_patches, greedy_coverage
 
 SAME_WORD = 1 - 1e-6  # cosine from which two embeddings count as the same word
 NAMED = 0.5  # relevance from which a token names the word
@@ -83,6 +83,7 @@ class TorinoQ(TorinoX):
 
     needs: ClassVar[frozenset[str]] = frozenset({"projected", "words", "generic_words"})
     paper: ClassVar[str] = "ours, beyond the TORINO paper"
+    takes_frames: ClassVar[bool] = False
     cost: ClassVar[str] = "O(N·D·C + N·E·(m + g) + B·N²) at worst"
 
     def __post_init__(self) -> None:
@@ -115,7 +116,9 @@ class TorinoQ(TorinoX):
         relevance = spread_relevance(word_relevance(evidence, self.threshold), overlap)
         kept, gains, asked = self._select_for(relevance, image, codes, overlap, max_tokens)
         order = np.argsort(kept) if self.order == "raster" else np.arange(len(kept))
-        plan = self._build(image, codes, overlap, kept[order], gains[order])
+        token = assign_patches(overlap, kept[order])
+        share = overlap[kept[order][token], np.arange(len(token))]
+        plan = self._build(image, codes, kept[order], gains[order], token, share)
         assigned = plan.assigned
         if bool((assigned < 0).any()):
             assigned = torch.where(assigned < 0, nearest_kept(image.patches, plan.anchor), assigned)

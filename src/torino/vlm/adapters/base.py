@@ -219,7 +219,7 @@ class Adapter(ABC):
         """
         before, _ = split_reducer(reducer)
         if before is None:
-            return ReductionBatch.of([Reduction.identity(unit.grid, reducer.spec) for unit in encoded.tokens])
+            return ReductionBatch.of([Reduction.identity(by=reducer.spec, **unit.layout) for unit in encoded.tokens])
         with torch.no_grad():
             plans = _plan_units(before, encoded)
         self.check_plans(reducer, plans)
