@@ -122,7 +122,7 @@ def measure_size(n: int, d: int, c: int, rounds: int, seed: int, with_paper: boo
         "— concepts (`sae.top`)": lambda: sae.top(x, K),
         "— grouping": lambda: group_by_overlap(concepts, DELTA),
         "— reduction (plan and apply)": lambda: (
-            reducer.reduce_groups(concepts, groups, [setting.tokens.grid]),  # type: ignore[attr-defined]
+            reducer.reduce_groups(concepts, groups, [setting.tokens.layout]),  # type: ignore[attr-defined]
             plan.apply(x),
         ),
     }

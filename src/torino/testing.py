@@ -172,7 +172,7 @@ def same_plan(first: Reduction, second: Reduction) -> bool:
     return (
         all(torch.equal(getattr(first, name), getattr(second, name)) for name in tensors)
         and torch.equal(first.score.nan_to_num(), second.score.nan_to_num())
-        and (first.role, first.grid, first.by) == (second.role, second.grid, second.by)
+        and (first.role, first.layout, first.by) == (second.role, second.layout, second.by)
     )
 
 
@@ -200,6 +200,8 @@ def _rejects_output_tokens(reducer: Reducer, image: VisualTokens) -> bool:
 
 def _check_plan(reducer: Reducer, image: VisualTokens, plan: Reduction) -> None:
     _expect(plan.grid == image.grid, reducer, f"gave a plan for grid {plan.grid} instead of {image.grid}")
+    _expect(plan.frames == image.frames, reducer, f"gave a plan of {plan.frames} frames instead of {image.frames}")
+    _expect(plan.times == image.times, reducer, "did not copy the times of the frames into the plan")
     _expect(plan.by == reducer.spec, reducer, f"set plan.by to {plan.by!r} instead of {reducer.spec!r}")
     budget = getattr(reducer, "budget", None)
     if budget is not None:

@@ -21,7 +21,7 @@ class Explanation:
     anchor : int
         Patch whose position the token takes; −1 for none.
     grid : (int, int)
-        Patch grid of the image.
+        Patch grid of the image, or of a frame of the video.
     sources, weights : tuple
         Patches that the token is computed from (N is the CLS token), and their weights.
     stands_for : tuple of int
@@ -32,6 +32,10 @@ class Explanation:
         Name of that latent, if known.
     score : float
         Score that the method ranked the token by; NaN if it has none.
+    frames : int
+        Number of frames.
+    times : tuple of float, optional
+        Time of each frame in seconds.
     """
 
     token: int
@@ -45,18 +49,25 @@ class Explanation:
     concept: int | None
     name: str | None
     score: float
+    frames: int = 1
+    times: tuple[float, ...] | None = None
 
     def place(self, patch: int) -> tuple[int, int]:
-        """Return row and column of a patch on the grid."""
-        return divmod(patch, self.grid[1])
+        """Return row and column of a patch on the grid of its frame."""
+        return patch // self.grid[1] % self.grid[0], patch % self.grid[1]
+
+    def frame(self, patch: int) -> int:
+        """Return the frame of a patch."""
+        return patch // (self.grid[0] * self.grid[1])
 
     def __str__(self) -> str:
         """Return a summary of one or two sentences."""
         parts = [f"Token {self.token} of {self.of} ({self.role})"]
-        patches = self.grid[0] * self.grid[1]
+        patches, whole = self.frames * self.grid[0] * self.grid[1], "image" if self.frames == 1 else "video"
         if self.anchor >= 0:
             row, column = self.place(self.anchor)
-            parts.append(f"takes the place of patch {self.anchor} (row {row}, column {column})")
+            time = self._describe_frame(self.frame(self.anchor))
+            parts.append(f"takes the place of patch {self.anchor} ({time}row {row}, column {column})")
         else:
             parts.append("has no position on the grid")
         if len(self.sources) == 1 and self.weights[0] == 1:
@@ -66,13 +77,22 @@ class Explanation:
             parts.append(f"and sums {len(self.sources)} {unit} with weights {_format_range(self.weights)}")
         text = " ".join(parts) + "."
         if len(self.stands_for) > 1:
-            text += f" It stands for {len(self.stands_for)} patches, {len(self.stands_for) / patches:.0%} of the image."
+            text += (
+                f" It stands for {len(self.stands_for)} patches, {len(self.stands_for) / patches:.0%} of the {whole}."
+            )
+            frames = {self.frame(patch) for patch in self.stands_for}
+            text = text if len(frames) == 1 else f"{text[:-1]}, in {len(frames)} of {self.frames} frames."
         if self.concept is not None:
             subject = "Their most common concept is" if len(self.stands_for) > 1 else "Its concept is"
             text += f" {subject} {self.concept}" + (f" ({self.name})." if self.name else ".")
         if not isnan(self.score):
             text += f" Score {self.score:.3g}."
         return text
+
+    def _describe_frame(self, frame: int) -> str:
+        if self.frames == 1:
+            return ""
+        return f"frame {frame}, " if self.times is None else f"frame {frame} at {self.times[frame]:.4g} s, "
 
 
 def concept_names(reducer: object) -> Mapping[int, str]:

@@ -47,8 +47,8 @@ def median_anchors(plan: Reduction, per_axis: bool = False) -> Tensor:
     ----------
     plan : Reduction
     per_axis : bool
-        Take the medians of rows and of columns, for models whose positions have these axes, instead of the median in
-        raster order.
+        Take the medians of frames, of rows and of columns, for models whose positions have these axes, instead of the
+        median in raster order.
 
     Examples
     --------
@@ -56,7 +56,7 @@ def median_anchors(plan: Reduction, per_axis: bool = False) -> Tensor:
     >>> median_anchors(plan).tolist(), median_anchors(plan, per_axis=True).tolist()
     ([3, 5], [3, 5])
     """
-    anchor, columns = plan.anchor.clone(), plan.grid[1]
+    anchor, (rows, columns) = plan.anchor.clone(), plan.grid
     merged = (plan.offsets.diff() > 1) & (anchor >= 0) & (anchor < plan.patches)
     by_token = plan.assigned.argsort(stable=True)  # the patches of each token, in raster order
     counts = plan.assigned[plan.assigned >= 0].bincount(minlength=len(plan))
@@ -68,7 +68,8 @@ def median_anchors(plan: Reduction, per_axis: bool = False) -> Tensor:
             patches = plan.sources[int(plan.offsets[token]) : int(plan.offsets[token + 1])]
             patches = patches[patches < plan.patches]
         if len(patches) and per_axis:  # torch.median is the lower one
-            anchor[token] = (patches // columns).median() * columns + (patches % columns).median()
+            frame, row, column = plan.locate(patches).median(0).values
+            anchor[token] = (frame * rows + row) * columns + column
         elif len(patches):
             anchor[token] = patches.median()
     return anchor

@@ -6,7 +6,6 @@ G groups, M output tokens, H attention heads, E width of the language model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,18 +28,18 @@ from torino.core.checks import (
 )
 from torino.core.errors import BadFile, BadParameter, BadTokens
 from torino.core.explanation import Explanation
+from torino.core.frames import Layout, locate, to_frames, to_times
 from torino.core.io import read_arrays, write_arrays
 from torino.core.ragged import Ragged, are_valid_offsets, offsets_from_lengths
-from torino.core.schema import parse_json
+from torino.core.reduction_file import FORMAT, pack_reductions, unpack_reductions
 from torino.core.sparse import apply_matrix, input_rows
 
-FORMAT = "torino-reduction/1"
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """Sparse matrix A with ``reduced = A @ tokens`` for one image, and labels that explain each output token.
+    """Sparse matrix A with ``reduced = A @ tokens`` for one image or video, and labels that explain each output token.
 
     All tensors are on the CPU; :meth:`apply` moves them to the device of the values.
 
@@ -58,7 +57,7 @@ class Reduction:
     role : tuple of M str
         ``"primary"``, ``"padding"``, ``"context"``, …
     grid : (int, int)
-        Patch grid of the image; N = rows × columns.
+        Patch grid of a frame; N = frames × rows × columns.
     by : str
         The reducer that planned it, such as ``torino-m(k=2, delta=2)``.
     assigned : Tensor of shape (N,), int64
@@ -66,6 +65,10 @@ class Reduction:
         represented, by the patch that was kept in its group.
     score : Tensor of shape (M,), float32
         Score that the method ranked the token by, such as the peak activation a(i); NaN if it has none.
+    frames : int
+        Number of frames of a video; 1 for an image. Patches are numbered frame by frame, see :meth:`locate`.
+    times : tuple of float, optional
+        Time of each frame in seconds.
     """
 
     sources: Tensor
@@ -78,10 +81,14 @@ class Reduction:
     by: str
     assigned: Tensor
     score: Tensor
+    frames: int = 1
+    times: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check that matrix and labels are consistent."""
         object.__setattr__(self, "grid", to_grid(self.grid, BadParameter))
+        object.__setattr__(self, "frames", to_frames(self.frames, BadParameter))
+        object.__setattr__(self, "times", to_times(self.times, self.frames, BadParameter))
         for name in ("sources", "weights", "offsets", "anchor", "concept", "assigned", "score"):
             check_tensor(name, getattr(self, name), BadParameter)
         if self.sources.ndim != 1 or self.offsets.ndim != 1:
@@ -104,7 +111,15 @@ class Reduction:
                 raise BadParameter(f"{name} must be between {low} and {high}, got {values.unique().tolist()}.")
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[int, float]], grid: tuple[int, int], by: str = "by hand") -> Reduction:
+    def of(
+        cls,
+        rows: Sequence[Mapping[int, float]],
+        grid: tuple[int, int],
+        by: str = "by hand",
+        *,
+        frames: int = 1,
+        times: Sequence[float] | None = None,
+    ) -> Reduction:
         """Create a reduction from one mapping of patch to weight per output token.
 
         The labels follow from the weights: each token is anchored at the patch with the largest weight and represents
@@ -112,7 +127,7 @@ class Reduction:
         """
         rows, grid = to_list("rows", rows, Mapping, "mappings of patch to weight", BadParameter), to_grid(grid)
         rows = [{to_integer("A patch", patch): _weight(row[patch]) for patch in row} for row in rows]
-        patches = grid[0] * grid[1]
+        patches = to_frames(frames, BadParameter) * grid[0] * grid[1]
         _check_patches([patch for row in rows for patch in row], patches)
         assigned = [-1] * (patches + 1)
         for token in reversed(range(len(rows))):
@@ -130,14 +145,18 @@ class Reduction:
             by=by,
             assigned=torch.tensor(assigned[:-1]),
             score=torch.full((len(rows),), torch.nan),
+            frames=frames,
+            times=to_times(times, frames, BadParameter),
         )
 
     @classmethod
-    def identity(cls, grid: tuple[int, int], by: str = "identity") -> Reduction:
+    def identity(
+        cls, grid: tuple[int, int], by: str = "identity", *, frames: int = 1, times: Sequence[float] | None = None
+    ) -> Reduction:
         """Keep every patch unchanged."""
         grid = to_grid(grid)
-        every = torch.arange(grid[0] * grid[1])
-        return cls.pick(every, grid, by)
+        every = torch.arange(to_frames(frames, BadParameter) * grid[0] * grid[1])
+        return cls.pick(every, grid, by, frames=frames, times=times)
 
     @classmethod
     def pick(
@@ -149,6 +168,8 @@ class Reduction:
         role: str = "primary",
         score: Tensor | None = None,
         assigned: Tensor | None = None,
+        frames: int = 1,
+        times: Sequence[float] | None = None,
     ) -> Reduction:
         """Create a pruning that keeps the patches ``kept``, of shape (M,), in that order.
 
@@ -157,23 +178,25 @@ class Reduction:
         grid = to_grid(grid)
         if check_tensor("kept", kept).ndim != 1 or kept.dtype not in INTEGERS:
             raise BadParameter(f"kept must be integers of shape (M,), got {kept.dtype} of shape {tuple(kept.shape)}.")
-        kept, m = kept.long().cpu(), len(kept)
-        _check_patches(kept.tolist(), grid[0] * grid[1])
+        kept, m, n = kept.long().cpu(), len(kept), to_frames(frames, BadParameter) * grid[0] * grid[1]
+        _check_patches(kept.tolist(), n)
         if assigned is None:
-            assigned = kept.new_full((grid[0] * grid[1] + 1,), -1)
+            assigned = kept.new_full((n + 1,), -1)
             assigned[kept] = torch.arange(m)
             assigned = assigned[:-1]  # the CLS token, index N, is not on the grid
         return cls(
             sources=kept,
             weights=torch.ones(m),
             offsets=torch.arange(m + 1),
-            anchor=torch.where(kept < grid[0] * grid[1], kept, -1),
+            anchor=torch.where(kept < n, kept, -1),
             concept=torch.full_like(kept, -1),
             role=(role,) * m,
             grid=grid,
             by=by,
             assigned=check_tensor("assigned", assigned).cpu(),
             score=torch.full((m,), torch.nan) if score is None else check_tensor("score", score).detach().float().cpu(),
+            frames=frames,
+            times=to_times(times, frames, BadParameter),
         )
 
     def __len__(self) -> int:
@@ -182,8 +205,26 @@ class Reduction:
 
     @property
     def patches(self) -> int:
-        """Number of patches N of the image."""
-        return self.grid[0] * self.grid[1]
+        """Number of patches N of the image or video."""
+        return self.frames * self.grid[0] * self.grid[1]
+
+    @property
+    def layout(self) -> Layout:
+        """Grid, number of frames and times, as keyword arguments."""
+        return {"grid": self.grid, "frames": self.frames, "times": self.times}
+
+    def locate(self, patches: Tensor) -> Tensor:
+        """Return frame, row and column of patches such as ``sources`` or ``anchor``, shape (n, 3).
+
+        The CLS token, and −1, are nowhere: all three are −1.
+        """
+        return locate(patches, self.grid, self.frames)
+
+    @property
+    def tokens_per_frame(self) -> Tensor:
+        """Number of output tokens anchored in each frame, shape (frames,)."""
+        frame = self.locate(self.anchor)[:, 0]
+        return frame[frame >= 0].bincount(minlength=self.frames)
 
     @property
     def is_pruning(self) -> bool:
@@ -282,10 +323,10 @@ class Reduction:
             anchor=anchor,
             concept=concept,
             role=after.role,
-            grid=self.grid,
             by=f"{self.by} > {after.by}",
             assigned=assigned,
             score=after.score,
+            **self.layout,
         )
 
     def explain(self, token: int, names: Mapping[int, str] | None = None) -> Explanation:
@@ -304,6 +345,8 @@ class Reduction:
             of=len(self),
             role=self.role[token],
             anchor=int(self.anchor[token]),
+            frames=self.frames,
+            times=self.times,
             grid=self.grid,
             sources=tuple(self.sources[entries].tolist()),
             weights=tuple(self.weights[entries].tolist()),
@@ -415,18 +458,7 @@ class ReductionBatch(Sequence[Reduction]):
 
     def arrays(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return the arrays and texts that are stored in a file."""
-        roles = sorted({role for reduction in self for role in reduction.role})
-        code = {role: index for index, role in enumerate(roles)}
-        arrays = {
-            name: torch.cat([getattr(reduction, name) for reduction in self])
-            for name in ("sources", "weights", "anchor", "concept", "score", "assigned")
-        }
-        arrays["role"] = torch.tensor([code[role] for reduction in self for role in reduction.role], dtype=torch.int8)
-        arrays["row_lengths"] = torch.cat([reduction.offsets.diff() for reduction in self])
-        arrays["lengths"] = self.lengths
-        arrays["grids"] = torch.tensor([reduction.grid for reduction in self])
-        texts = {"format": FORMAT, "roles": json.dumps(roles), "by": json.dumps([reduction.by for reduction in self])}
-        return arrays, texts
+        return pack_reductions(self)
 
     def save(self, path: str | Path, **others: Tensor) -> Path:
         """Write the batch to ``.npz`` or ``.safetensors``, atomically, with ``others`` as additional arrays."""
@@ -443,7 +475,7 @@ class ReductionBatch(Sequence[Reduction]):
                 f"not {FORMAT!r}. Give a file written by Reduction.save or torino reduce."
             )
         try:
-            return cls.of(_rebuild(arrays, texts))
+            return cls.of([Reduction(**fields) for fields in unpack_reductions(arrays, texts)])
         except (KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise BadFile(f"{path} is damaged: its arrays are inconsistent ({error}). Create it again.") from error
 
@@ -459,37 +491,3 @@ def _check_patches(indices: Sequence[int], patches: int) -> None:
         raise BadParameter(
             f"There is no patch {invalid[0]}: the grid has patches 0 to {patches - 1}, and {patches} is the CLS token."
         )
-
-
-def _rebuild(arrays: dict[str, Tensor], texts: dict[str, str]) -> list[Reduction]:
-    lengths: list[int] = arrays["lengths"].tolist()
-    grids: list[list[int]] = arrays["grids"].tolist()
-    roles, names = parse_json(texts["roles"], list[str]), parse_json(texts["by"], list[str])
-    if min(min(grid) for grid in grids) < 1:
-        raise ValueError("a grid has no patches")
-    if len(arrays["role"]) and not 0 <= int(arrays["role"].min()) <= int(arrays["role"].max()) < len(roles):
-        raise ValueError("a role has no name")
-    floats = ("weights", "score")
-    for name in ("sources", "anchor", "concept", "assigned", *floats):
-        if arrays[name].is_floating_point() != (name in floats) or arrays[name].ndim != 1:
-            raise ValueError(f"{name} is {arrays[name].dtype} of shape {tuple(arrays[name].shape)}")
-        arrays[name] = arrays[name].float() if name in floats else arrays[name].long()
-    per_token = {name: arrays[name].split(lengths) for name in ("anchor", "concept", "score", "role", "row_lengths")}
-    entries = [int(rows.sum()) for rows in per_token["row_lengths"]]
-    per_entry = {name: arrays[name].split(entries) for name in ("sources", "weights")}
-    assigned = arrays["assigned"].split([rows * columns for rows, columns in grids])
-    return [
-        Reduction(
-            sources=per_entry["sources"][i],
-            weights=per_entry["weights"][i],
-            offsets=offsets_from_lengths(per_token["row_lengths"][i].tolist()),
-            anchor=per_token["anchor"][i],
-            concept=per_token["concept"][i],
-            role=tuple(roles[code] for code in per_token["role"][i].tolist()),
-            grid=(rows, columns),
-            by=names[i],
-            assigned=assigned[i],
-            score=per_token["score"][i],
-        )
-        for i, (rows, columns) in enumerate(grids)
-    ]

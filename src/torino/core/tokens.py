@@ -1,4 +1,4 @@
-"""Visual tokens: the patch tokens of an image after the vision encoder, and token files."""
+"""Visual tokens: the patch tokens of an image or video after the vision encoder, and token files."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torino.core.checks import (
     to_list,
 )
 from torino.core.errors import BadFile, BadTokens, MissingSignal, TorinoError
+from torino.core.frames import Layout, locate, pack_layouts, to_frames, to_times, unpack_frames
 from torino.core.io import read_arrays, write_arrays
 from torino.core.ragged import Ragged
 
@@ -57,14 +58,14 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class VisualTokens:
-    """The patch tokens of one image at the feature layer, with optional signals for reducers.
+    """The patch tokens of one image or video at the feature layer, with optional signals for reducers.
 
     Attributes
     ----------
     patches : Tensor of shape (N, D), floating point
-        Patch tokens in raster order; all finite.
+        Patch tokens in raster order, frame by frame; all finite.
     grid : (int, int)
-        Rows and columns of the patch grid, N = rows × columns.
+        Rows and columns of the patch grid of a frame, N = frames × rows × columns.
     origin : Origin
         Encoder and block of the patches.
     cls : Tensor of shape (D,), optional
@@ -76,11 +77,17 @@ class VisualTokens:
     signals : mapping of str to Tensor
         Signals of other blocks or kinds by name, such as ``"keys@+1"``: the keys of the block after
         the feature layer.
+    frames : int
+        Number of frames of a video; 1 for an image.
+    times : tuple of float, optional
+        Time of each frame in seconds.
 
     Examples
     --------
     >>> VisualTokens(torch.zeros(6, 4), grid=(2, 3))
     VisualTokens(6 patches of width 4 on a 2x3 grid, from an unnamed encoder, block unknown)
+    >>> VisualTokens(torch.zeros(12, 4), grid=(2, 3), frames=2, times=(0.0, 0.5))
+    VisualTokens(12 patches of width 4 on 2 frames of a 2x3 grid, from an unnamed encoder, block unknown)
     """
 
     patches: Tensor
@@ -90,15 +97,24 @@ class VisualTokens:
     cls_attention: Tensor | None = None
     keys: Tensor | None = None
     signals: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    frames: int = 1
+    times: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check shapes, types and values."""
         check_matrix(self.patches, "patches")
         rows, columns = to_grid(self.grid)
         object.__setattr__(self, "grid", (rows, columns))
+        object.__setattr__(self, "frames", to_frames(self.frames))
+        object.__setattr__(self, "times", to_times(self.times, self.frames))
         check_type("origin", self.origin, Origin, "an Origin(encoder, block)")
         count, width = self.patches.shape
-        if rows < 1 or columns < 1 or rows * columns != count:
+        if self.frames > 1 and (rows < 1 or columns < 1 or self.frames * rows * columns != count):
+            raise BadTokens(
+                f"{self.frames} frames of a {rows}x{columns} grid have {self.frames * max(rows, 0) * max(columns, 0)} "
+                f"patches, but {count} were given. frames times rows times columns must equal the number of patches."
+            )
+        if rows < 1 or columns < 1 or self.frames * rows * columns != count:
             raise BadTokens(
                 f"grid {rows}x{columns} has {max(rows, 0) * max(columns, 0)} patches, but {count} were given. "
                 "rows times columns must equal the number of patches. Pass the CLS token as cls=, not in patches."
@@ -119,13 +135,15 @@ class VisualTokens:
 
     @classmethod
     def of(cls, /, patches: Tensor, grid: tuple[int, int] | None = None, **others: Any) -> VisualTokens:
-        """Create tokens from patches; the grid is square unless ``grid`` is given."""
+        """Create tokens from patches; the grid of a frame is square unless ``grid`` is given."""
         if grid is None:
             check_matrix(patches, "patches")
-            side = isqrt(len(patches))
-            if side * side != len(patches):
+            frames = to_frames(others.get("frames", 1))
+            side = isqrt(len(patches) // frames)
+            if frames * side * side != len(patches):
+                shape = "a square grid" if frames == 1 else f"{frames} frames of a square grid"
                 raise BadTokens(
-                    f"{len(patches)} patches do not form a square grid. Give grid=(rows, columns). "
+                    f"{len(patches)} patches do not form {shape}. Give grid=(rows, columns). "
                     "If the first token is the CLS token, pass it as cls= instead."
                 )
             grid = (side, side)
@@ -141,10 +159,21 @@ class VisualTokens:
         """Width D of a token."""
         return self.patches.shape[1]
 
+    @property
+    def layout(self) -> Layout:
+        """Grid, number of frames and times, as keyword arguments of :class:`~torino.core.reduction.Reduction`."""
+        return {"grid": self.grid, "frames": self.frames, "times": self.times}
+
+    @property
+    def places(self) -> Tensor:
+        """Frame, row and column of every patch, shape (N, 3)."""
+        return locate(torch.arange(len(self)), self.grid, self.frames)
+
     def __repr__(self) -> str:
-        """Return the number of patches, the grid and the origin."""
-        rows, columns = self.grid
-        return f"VisualTokens({len(self)} patches of width {self.width} on a {rows}x{columns} grid, from {self.origin})"
+        """Return the number of patches, frames and grid, and the origin."""
+        grid = f"{self.grid[0]}x{self.grid[1]} grid"
+        where = f"a {grid}" if self.frames == 1 else f"{self.frames} frames of a {grid}"
+        return f"VisualTokens({len(self)} patches of width {self.width} on {where}, from {self.origin})"
 
     def with_(self, **changes: Any) -> VisualTokens:
         """Return a copy with some fields replaced."""
@@ -163,6 +192,65 @@ class VisualTokens:
                 f"Give VisualTokens(..., {argument}), or choose a reducer that does not need it."
             )
         return value
+
+
+def stack_frames(images: Sequence[VisualTokens], times: Sequence[float] | None = None) -> VisualTokens:
+    """Join the tokens of the frames of a video, which must have the same grid, width and origin.
+
+    Attention of the CLS token and keys are joined if all frames have them. CLS tokens and other signals, which belong
+    to one frame, are left out. The times of the frames are kept unless ``times`` are given.
+
+    Examples
+    --------
+    >>> stack_frames([VisualTokens.of(torch.zeros(4, 2))] * 3, times=[0, 1, 2])
+    VisualTokens(12 patches of width 2 on 3 frames of a 2x2 grid, from an unnamed encoder, block unknown)
+    """
+    images = check_images(images, "stack_frames")
+    first, frames = images[0], sum(image.frames for image in images)
+    for number, image in enumerate(images):
+        if (image.grid, image.origin) != (first.grid, first.origin):
+            raise BadTokens(
+                f"All frames of a video must have the same grid and origin, but entry 0 is {first} and entry {number} "
+                f"is {image}. Encode all frames at the same size."
+            )
+    seconds = [image.times for image in images]
+    if times is None and all(values is not None for values in seconds):
+        times = [value for values in seconds for value in values or ()]
+    return VisualTokens(
+        ragged_patches(images).values,
+        first.grid,
+        first.origin,
+        frames=frames,
+        times=to_times(times, frames),
+        cls_attention=_join([image.cls_attention for image in images], 1),
+        keys=_join([image.keys for image in images], 0),
+    )
+
+
+def _join(parts: list[Tensor | None], axis: int) -> Tensor | None:
+    given = [part for part in parts if part is not None]
+    return torch.cat(given, axis) if len(given) == len(parts) else None
+
+
+def split_frames(video: VisualTokens) -> list[VisualTokens]:
+    """Return each frame of a video as an image, the inverse of :func:`stack_frames`; the other signals are left out."""
+    check_type("video", video, VisualTokens, "the VisualTokens of a video")
+    if video.frames == 1:
+        return [video]
+    size, times = video.grid[0] * video.grid[1], video.times
+    keys = (None,) * video.frames if video.keys is None else video.keys.split(size)
+    attention = (None,) * video.frames if video.cls_attention is None else video.cls_attention.split(size, 1)
+    return [
+        VisualTokens(
+            patches,
+            video.grid,
+            video.origin,
+            cls_attention=attention[frame],
+            keys=keys[frame],
+            times=None if times is None else (times[frame],),
+        )
+        for frame, patches in enumerate(video.patches.split(size))
+    ]
 
 
 def check_images(images: Sequence[VisualTokens], name: str = "plan_batch") -> list[VisualTokens]:
@@ -188,7 +276,8 @@ def ragged_patches(images: Sequence[VisualTokens]) -> Ragged:
 def save_tokens(images: Sequence[VisualTokens], path: str | Path) -> Path:
     """Write the patches of several images to ``.npz`` or ``.safetensors``, for ``torino reduce``.
 
-    The file contains ``patches`` (of all images, concatenated), ``grids`` (images, 2), and the origin as metadata.
+    The file contains ``patches`` (of all images, concatenated), ``grids`` (images, 2), and the origin as metadata. If
+    there are videos, it also contains ``frames`` (images,) and ``times`` (total number of frames,), NaN if unknown.
     """
     images = check_images(images, "save_tokens")
     packed = ragged_patches(images)
@@ -200,16 +289,17 @@ def save_tokens(images: Sequence[VisualTokens], path: str | Path) -> Path:
     origin = origins.pop()
     metadata = {"encoder": origin.encoder} if origin.encoder else {}
     metadata |= {} if origin.block is None else {"block": str(origin.block)}
-    grids = torch.tensor([image.grid for image in images])
-    return write_arrays(path, {"patches": packed.values, "grids": grids}, metadata)
+    layouts = pack_layouts([image.layout for image in images])
+    return write_arrays(path, {"patches": packed.values, **layouts}, metadata)
 
 
 def load_tokens(path: str | Path) -> list[VisualTokens]:
     """Read the images of a token file.
 
     Accepted layouts of ``patches``: (N, D) for one image; (images, N, D); or (total, D) with ``grids`` of shape
-    (images, 2), which define how the rows are split. Without ``grids`` each image must be a square grid. ``encoder``
-    and ``block`` are read from the metadata if present.
+    (images, 2), which define how the rows are split. Without ``grids`` each image must be a square grid. ``frames``
+    of shape (images,) makes the entries videos, with patches ordered frame by frame, and ``times`` of shape (total
+    number of frames,) are the seconds of their frames. ``encoder`` and ``block`` are read from the metadata if present.
     """
     arrays, texts = read_arrays(path)
     if "patches" not in arrays:
@@ -222,10 +312,15 @@ def load_tokens(path: str | Path) -> list[VisualTokens]:
         "block", str(arrays["block"].item()) if "block" in arrays and arrays["block"].numel() == 1 else ""
     )
     origin = Origin(texts.get("encoder", ""), int(block) if re.fullmatch(r"-?[0-9]{1,9}", block) else None)
+    count = len(patches) if patches.ndim == 3 else len(grids or [0])
+    try:
+        frames, times = unpack_frames(arrays, count)
+    except ValueError as error:
+        raise BadTokens(f"{path} cannot be read as videos: {error}. Write it with save_tokens.") from error
     if patches.ndim == 3:
         parts = list(patches)
     elif grids is not None and len(grids) > 1:
-        sizes = [rows * columns for rows, columns in grids]
+        sizes = [frames[number] * rows * columns for number, (rows, columns) in enumerate(grids)]
         if patches.ndim != 2 or min(sizes) < 1 or sum(sizes) != len(patches):
             raise BadTokens(
                 f"The grids in {path} have {sum(sizes)} patches, but patches has shape {tuple(patches.shape)}."
@@ -235,7 +330,10 @@ def load_tokens(path: str | Path) -> list[VisualTokens]:
         parts = [patches]
     if grids is not None and len(grids) != len(parts):
         raise BadTokens(f"{path} contains {len(parts)} images but {len(grids)} grids. Give one grid per image.")
-    return [VisualTokens.of(part, grids[i] if grids else None, origin=origin) for i, part in enumerate(parts)]
+    return [
+        VisualTokens.of(part, grids[i] if grids else None, origin=origin, frames=frames[i], times=times[i])
+        for i, part in enumerate(parts)
+    ]
 
 
 def check_matrix(

@@ -59,6 +59,8 @@ class Reducer(ABC):
     """Whether output tokens are weighted sums of patches."""
     adaptive: ClassVar[bool] = False
     """Whether the number of output tokens can depend on the image."""
+    takes_frames: ClassVar[bool] = False
+    """Whether the method can reduce all frames of a video at once. Other methods refuse tokens of several frames."""
     ablation: ClassVar[bool] = False
     """Whether the method exists only for ablations. Comparisons of all methods leave it out."""
     cost: ClassVar[str] = ""
@@ -158,15 +160,27 @@ def _with_type_check(plan: Callable[[Any, VisualTokens], Reduction]) -> Callable
                 f"plan takes the VisualTokens of one image, got {type(tokens).__name__}. Wrap a matrix of patches as "
                 "VisualTokens(patches, grid=(rows, columns)); for several images use plan_batch."
             )
+        _check_frames(self, tokens)
         return plan(self, tokens)
 
     return checked_plan
 
 
+def _check_frames(reducer: Reducer, tokens: VisualTokens) -> None:
+    if tokens.frames > 1 and not reducer.takes_frames:
+        raise BadTokens(
+            f"{reducer.name or type(reducer).__name__} reduces images and cannot reduce a video of {tokens.frames} "
+            "frames at once; choose a method for videos, or reduce each frame (torino.core.tokens.split_frames)."
+        )
+
+
 def _with_batch_check(plan_batch: Callable[..., ReductionBatch]) -> Callable[..., ReductionBatch]:
     @wraps(plan_batch)
     def checked_plan_batch(self: Any, images: Sequence[VisualTokens]) -> ReductionBatch:
-        return plan_batch(self, check_images(images))
+        images = check_images(images)
+        for tokens in images:
+            _check_frames(self, tokens)
+        return plan_batch(self, images)
 
     return checked_plan_batch
 

@@ -9,7 +9,7 @@ not been run on a GPU; tests run it on a CPU and forbid synchronizing operations
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -165,7 +165,12 @@ def _search(encoder: ConceptEncoder, k: int, rank: Rank) -> Search:
 
 
 def plan_on_device(reducer: Any, images: Sequence[VisualTokens]) -> ReductionBatch | None:
-    """Plan images with torch; None if the settings are not supported or some concepts are not proven to be exact."""
+    """Plan images with torch; None if the settings are not supported or some concepts are not proven to be exact.
+
+    The padded matrix of a video would be too large, so videos are not supported.
+    """
+    if any(image.frames > 1 for image in images):
+        return None
     plans: dict[int, Reduction] = {}
     by_grid: dict[tuple[int, int], list[int]] = {}
     for number, image in enumerate(images):
@@ -179,7 +184,11 @@ def plan_on_device(reducer: Any, images: Sequence[VisualTokens]) -> ReductionBat
         plan = DevicePlanner(reducer, grid, first.shape[1], first.device).plan(patches)
         if not bool(plan.exact.all()):
             return None
-        plans |= dict(zip(numbers, plan.to_batch(grid, reducer.spec), strict=True))
+        planned = plan.to_batch(grid, reducer.spec)
+        plans |= {
+            number: replace(reduction, times=images[number].times)
+            for number, reduction in zip(numbers, planned, strict=True)
+        }
     return ReductionBatch.of([plans[number] for number in range(len(images))])
 
 

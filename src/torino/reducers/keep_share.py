@@ -73,6 +73,11 @@ class KeepShare(Reducer):
         return self.inner.shares_views
 
     @property
+    def takes_frames(self) -> bool:  # type: ignore[override]
+        """Whether the wrapped reducer can reduce videos."""
+        return self.inner.takes_frames
+
+    @property
     def position_mode(self) -> PositionMode:
         """Position mode of the wrapped reducer."""
         return self.inner.position_mode

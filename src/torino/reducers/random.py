@@ -47,6 +47,7 @@ class Random(Reducer):
     order: Order = "raster"
 
     emits_cls: ClassVar[bool] = False
+    takes_frames: ClassVar[bool] = True
     paper: ClassVar[str] = "none, the common baseline"
     merges: ClassVar[bool] = False
     adaptive: ClassVar[bool] = False
@@ -66,7 +67,7 @@ class Random(Reducer):
         seed = image_seed(f"{self.seed} {tokens.grid}", tokens.patches)
         kept = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))[: self.budget]
         kept = kept.sort().values if self.order == "raster" else kept
-        return Reduction.pick(kept, tokens.grid, self.spec, assigned=nearest_kept(tokens.patches, kept))
+        return Reduction.pick(kept, by=self.spec, assigned=nearest_kept(tokens.patches, kept), **tokens.layout)
 
 
 def image_seed(prefix: str, patches: Tensor) -> int:

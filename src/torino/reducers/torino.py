@@ -19,6 +19,7 @@ from torch import Tensor
 from torino.core.concepts import ConceptEncoder, Concepts, Rank
 from torino.core.device_grouping import device_groups, device_shared_concepts
 from torino.core.errors import BadParameter, UnmetBudget
+from torino.core.frames import Layout
 from torino.core.grouping import Groups, Ints, Silent, group_by_overlap, shared_concepts
 from torino.core.planner import plans_with_torch
 from torino.core.ragged import offsets_from_lengths
@@ -47,6 +48,7 @@ class TorinoBase(Reducer):
     rank: Rank = "activation"
 
     always_shown: ClassVar[tuple[str, ...]] = ("k", "delta")
+    takes_frames: ClassVar[bool] = True
     paper: ClassVar[str] = "Renzulli et al., TORINO, WACV 2027"
     adaptive: ClassVar[bool] = True
     cost: ClassVar[str] = "O(N·D·C), the SAE"
@@ -96,7 +98,7 @@ class TorinoBase(Reducer):
             concepts = Concepts(concepts.indices.cpu(), concepts.values.cpu(), concepts.peak.cpu())
         with stage("grouping"):
             groups = group_by_overlap(concepts, self.delta, silent=self.silent, offsets=packed.offsets)
-            return self.reduce_groups(concepts, groups, [tokens.grid for tokens in images])
+            return self.reduce_groups(concepts, groups, [tokens.layout for tokens in images])
 
     def device_rule(self, grid: tuple[int, int], latents: int, device: torch.device) -> tuple[int, Rank, Any] | None:
         """Return the number of concepts, their rank and the rule for planning on a device; None if unsupported."""
@@ -118,13 +120,13 @@ class TorinoBase(Reducer):
 
         return self.k, self.rank, rule
 
-    def reduce_groups(self, concepts: Concepts, groups: Groups, grids: Sequence[tuple[int, int]]) -> ReductionBatch:
+    def reduce_groups(self, concepts: Concepts, groups: Groups, layouts: Sequence[Layout]) -> ReductionBatch:
         """Turn groups into output tokens (Algorithm 1, lines 9-16; Algorithm 2 if there is a budget)."""
         label, size, peak = groups.label.numpy(), groups.sizes.numpy(), concepts.peak.double().numpy()
-        lengths = np.array([rows * columns for rows, columns in grids])
+        lengths = np.array([layout["frames"] * layout["grid"][0] * layout["grid"][1] for layout in layouts])
         start = np.concatenate([[0], lengths.cumsum()])
-        group_image = np.repeat(np.arange(len(grids)), groups.counts.numpy())
-        patch_image = np.repeat(np.arange(len(grids)), lengths)
+        group_image = np.repeat(np.arange(len(layouts)), groups.counts.numpy())
+        patch_image = np.repeat(np.arange(len(layouts)), lengths)
 
         members = np.lexsort((-peak, label))  # stable: within a group by descending peak, ties by ascending index
         first = size.cumsum() - size
@@ -163,9 +165,9 @@ class TorinoBase(Reducer):
         shared = shared_concepts(concepts, groups).numpy()
         concept = np.where(is_pad, concepts.indices[:, 0].numpy()[anchor], shared[group])
 
-        row_split = np.searchsorted(image, np.arange(len(grids) + 1))
+        row_split = np.searchsorted(image, np.arange(len(layouts) + 1))
         reductions: list[Reduction] = []
-        for i, grid in enumerate(grids):
+        for i, layout in enumerate(layouts):
             rows = slice(row_split[i], row_split[i + 1])
             entries = slice(offsets[row_split[i]], offsets[row_split[i + 1]])
             assigned_row = assigned[start[i] : start[i + 1]]
@@ -177,10 +179,10 @@ class TorinoBase(Reducer):
                     anchor=torch.from_numpy(anchor[rows] - start[i]),
                     concept=torch.from_numpy(concept[rows]),
                     role=tuple(np.where(is_pad[rows], "padding", "primary").tolist()),
-                    grid=grid,
                     by=self.spec,
                     assigned=torch.from_numpy(np.where(assigned_row >= 0, assigned_row - row_split[i], -1)),
                     score=torch.from_numpy(peak[anchor[rows]]).float(),
+                    **layout,
                 )
             )
         return ReductionBatch.of(reductions)

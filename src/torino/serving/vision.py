@@ -91,7 +91,7 @@ class VisionHalf:
             plans: ReductionBatch | None = None
             if reducer is None:
                 encoded = adapter.encode(given, frozenset())
-                plans = ReductionBatch.of([Reduction.identity(unit.grid) for unit in encoded.tokens])
+                plans = ReductionBatch.of([Reduction.identity(**unit.layout) for unit in encoded.tokens])
             else:
                 encoded, plans = adapter.encode_for(given, reducer)
                 if plans is None:

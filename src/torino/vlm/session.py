@@ -243,7 +243,7 @@ class VLM:
         before = cache.saved_seconds if isinstance(cache, CachedEncoder) else 0.0
         with recording() as planning:
             if reducer is None:
-                plans = ReductionBatch.of([Reduction.identity(unit.grid) for unit in images.tokens])
+                plans = ReductionBatch.of([Reduction.identity(**unit.layout) for unit in images.tokens])
             elif plans is None:
                 with stage("plan"):
                     plans = self.adapter.plan(reducer, images)
