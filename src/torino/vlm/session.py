@@ -192,7 +192,7 @@ class VLM:
         except (ValueError, TypeError) as error:
             raise TorinoError(f"{type(self.processor).__name__} refused an image or the question: {error}") from error
         tensors = dict(processed.to(self.device, dtype=self.dtype))  # integer tensors keep their type
-        limits.check_tokens(tensors["input_ids"], self.adapter.image_token, self.adapter.config)
+        limits.check_tokens(tensors["input_ids"], self.adapter.visual_tokens, self.adapter.config)
         return Inputs(
             tensors,
             tuple(prompts),

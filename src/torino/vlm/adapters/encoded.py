@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class EncodedImages:
-    """The tower's output for the images of one call.
+    """The tower's output for the images, or the videos, of one call.
 
     Attributes
     ----------
@@ -46,6 +46,8 @@ class EncodedImages:
         The arrangement of the units of each image, where an image is encoded whole and in tiles; otherwise empty.
     reduced_tokens : tuple of Tensor of shape (M, D)
         Output of a tower in which a reducer was active; ``tokens`` is empty then.
+    modality : {"image", "video"}
+        What the model takes them for. Frames that are shown to a model as several images are images.
     """
 
     tokens: tuple[VisualTokens, ...]
@@ -53,6 +55,7 @@ class EncodedImages:
     extra: Any = None
     tilings: tuple[Tiling, ...] = ()
     reduced_tokens: tuple[Tensor, ...] = ()
+    modality: Literal["image", "video"] = "image"
 
     def reduced(self, plans: ReductionBatch, cls: Sequence[Tensor] | None = None) -> Ragged:
         """Return the reduced tokens of each unit: the plans applied, or what the tower already reduced."""
