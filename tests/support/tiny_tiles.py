@@ -50,7 +50,9 @@ def make_model(family: str, tower: str = "", side: int = SIDE, patch: int = PATC
     options = {"vision_feature_select_strategy": "default" if tower == "clip" else "full"} | options
     if not is_next:
         options = {"video_token_index": VIDEO, "vision_aspect_ratio": "anyres_max_2"} | options
-    kind = {"llava_next": "LlavaNext", "llava_next_video": "LlavaNextVideo", "llava_onevision": "LlavaOnevision"}[family]
+    kind = {"llava_next": "LlavaNext", "llava_next_video": "LlavaNextVideo", "llava_onevision": "LlavaOnevision"}[
+        family
+    ]
     if family == "llava_next_video":
         options = {"video_token_index": VIDEO} | options
     config = getattr(transformers, f"{kind}Config")(
@@ -124,12 +126,14 @@ def generate(model: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
 def make_video_inputs(model: Any, rows: Sequence[Sequence[int]], side: str = "left", frames: int = 3) -> dict[str, Any]:
     """Return prompts with videos of some frames; the number in a row is the seed of a video, 0 frames is none."""
     videos = [
-        torch.randn(frames, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed)) for row in rows for seed in row
+        torch.randn(frames, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
+        for row in rows
+        for seed in row
     ]
     pooled = (SIDE // PATCH // 2) ** 2
     length = frames * pooled + (model.config.model_type == "llava_onevision")
     texts = []
-    for number, row in enumerate(rows):
+    for row in rows:
         text = [1, 5 + 7 * sum(row) % 40]
         for seed in row:
             text += [VIDEO] * length + [20 + seed % 20]

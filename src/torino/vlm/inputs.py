@@ -16,6 +16,8 @@ from torino.vlm.prompt import Turn
 if TYPE_CHECKING:
     from PIL import Image
 
+    from torino.datasets.video import Video
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
@@ -30,7 +32,9 @@ class Inputs:
     conversations : tuple of conversations
         What each prompt was written from.
     images : tuple of PIL images
-        All images, in order, as the processor received them.
+        All images and frames of videos, in order, as the processor received them.
+    shown : tuple
+        What was shown, in order: a Video, or None for an image. Empty if all are images.
     seconds : float
         Time that opening and processing took.
     """
@@ -40,6 +44,12 @@ class Inputs:
     conversations: tuple[Sequence[Turn], ...] = ()
     images: tuple[Image.Image, ...] = field(default=(), repr=False)
     seconds: float = 0.0
+    shown: tuple[Video | None, ...] = field(default=(), repr=False)
+
+    @property
+    def videos(self) -> list[Video]:
+        """The videos, in order."""
+        return [video for video in self.shown if video is not None]
 
 
 @dataclass(frozen=True, eq=False)

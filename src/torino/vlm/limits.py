@@ -11,19 +11,20 @@ from torch import Tensor
 from torino.core.checks import check_tensor, check_type, describe_value, to_integer, to_list
 from torino.core.errors import BadParameter
 from torino.datasets.images import Picture
+from torino.datasets.video import Video
 from torino.reducers import Reducer
 
 Result = TypeVar("Result")
 CHARACTERS_PER_TOKEN = 64  # more than in any text; a longer prompt is refused without splitting it into tokens
 
 
-def to_pictures(images: Picture | Sequence[Picture]) -> list[Picture]:
-    """Return one image or several as a list; their types are checked when they are opened."""
+def to_pictures(images: Picture | Video | Sequence[Picture | Video]) -> list[Picture | Video]:
+    """Return one image or video, or several, as a list; the types of images are checked when they are opened."""
     if not isinstance(images, list | tuple):
-        return [cast(Picture, images)]
+        return [cast("Picture | Video", images)]
     if not images:
         raise BadParameter("No image was given. Give at least one.")
-    return list(cast(Sequence[Picture], images))
+    return list(cast("Sequence[Picture | Video]", images))
 
 
 def check_processor(processor: Any, *, optional: bool = False) -> None:
@@ -73,7 +74,9 @@ def _is_part(part: Any) -> bool:
         return False
     if kind == "text":
         return isinstance(cast(Mapping[str, Any], part).get("text"), str)
-    return kind not in ("image", "video") or kind in part
+    if kind == "video":
+        return isinstance(cast(Mapping[str, Any], part).get("video"), Video)
+    return kind != "image" or "image" in part
 
 
 def check_grids(grids: Tensor, pixels: Tensor, side: int, name: str = "image_grid_thw") -> None:
@@ -84,8 +87,8 @@ def check_grids(grids: Tensor, pixels: Tensor, side: int, name: str = "image_gri
     check_tensor(packed, pixels, BadParameter)
     if grids.ndim != 2 or grids.shape[1] != 3 or grids.is_floating_point() or grids.is_complex():
         raise BadParameter(
-            f"{name} must be integers of shape ({name.split('_')[0]}s, 3), got {grids.dtype} of shape {tuple(grids.shape)}. "
-            f"{advice}"
+            f"{name} must be integers of shape ({name.split('_')[0]}s, 3), got {grids.dtype} of shape "
+            f"{tuple(grids.shape)}. {advice}"
         )
     rows: list[list[int]] = grids.tolist()
     for times, height, width in rows:
@@ -126,7 +129,10 @@ def check_characters(prompts: Sequence[str], config: Any) -> None:
 
 def check_tokens(ids: Tensor, visual_tokens: Sequence[int], config: Any) -> None:
     """Refuse prompts whose text alone is longer than the model can read; images may become shorter."""
-    limit, longest = context_length(config), int((~torch.isin(ids, torch.tensor(visual_tokens, device=ids.device))).sum(-1).max())
+    limit, longest = (
+        context_length(config),
+        int((~torch.isin(ids, torch.tensor(visual_tokens, device=ids.device))).sum(-1).max()),
+    )
     if limit is not None and longest > limit:
         raise BadParameter(
             f"The question has {longest:,} tokens with the prompt around it, and this model reads at most {limit:,}. "

@@ -21,6 +21,7 @@ from torino.core.errors import BadParameter, MissingSignal, TorinoError
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage, synchronize
 from torino.datasets.images import Padding, Picture, as_seen, mean_color, open_image, prepare
+from torino.datasets.video import Video
 from torino.reducers import InTowerReducer, Reducer, as_in_tower
 from torino.vlm import limits
 from torino.vlm.adapters.base import (
@@ -33,6 +34,7 @@ from torino.vlm.adapters.base import (
     position_mode,
 )
 from torino.vlm.attention import Attention, attention_mode, make_bias
+from torino.vlm.clips import add_times, join_frames, plans_together, processor_options, show_frames, visual_parts
 from torino.vlm.early_exit import measure_early_exit
 from torino.vlm.generate import FirstTokenClock, GenerateCall, run_generate
 from torino.vlm.inputs import Inputs, ReducedImages
@@ -44,6 +46,7 @@ from torino.vlm.prompt import (
     last_question,
     special_token_options,
     turn_images,
+    turn_visuals,
     user_turn,
     write_prompt,
 )
@@ -72,7 +75,8 @@ class Encoded:
         """Return the same images with another question; the tower does not run again."""
         other = Encoded.__new__(Encoded)
         other.vlm, other._runs, other._union = self.vlm, self._runs, self._union
-        inputs, pixels = self.vlm.inputs(self.inputs.images, question), self.vlm.adapter.pixel_names
+        images = turn_visuals(self.inputs.conversations[0]) if self.inputs.shown else self.inputs.images
+        inputs, pixels = self.vlm.inputs(images, question), self.vlm.adapter.pixel_names
         shared = {name: value for name, value in self.inputs.tensors.items() if name in pixels}
         other.inputs = replace(inputs, tensors={**inputs.tensors, **shared})  # one copy of the pixels in memory
         return other
@@ -93,6 +97,8 @@ class Encoded:
             with recording() as query_seconds:
                 images = adapter.add_text_query(images, self.inputs.tensors, reducer, query)
             seconds = {**seconds, **query_seconds}
+        if self.inputs.shown and images.modality == "image" and plans_together(adapter, reducer):
+            images = join_frames(images, self.inputs.shown)
         return images, None, seconds
 
     def _encode(self, needs: frozenset[str]) -> tuple[EncodedImages, dict[str, float]]:
@@ -106,7 +112,7 @@ class Encoded:
                     raise
                 self._union = needs  # the tower lacks a signal of another reducer
                 return self._encode(needs)
-            self._runs[signals] = images, dict(seconds)
+            self._runs[signals] = add_times(images, self.inputs.videos), dict(seconds)
         return self._runs[signals]
 
 
@@ -166,8 +172,12 @@ class VLM:
 
     # ------------------------------------------------------------------ inputs
 
-    def inputs(self, images: Picture | Sequence[Picture], question: str) -> Inputs:
-        """Build the inputs of one question about an image, or about several images together."""
+    def inputs(self, images: Picture | Video | Sequence[Picture | Video], question: str) -> Inputs:
+        """Build the inputs of one question about an image or a video, or about several together.
+
+        :func:`~torino.datasets.video.open_video` opens videos. A model that takes no videos is shown their frames as
+        several images.
+        """
         check_question(question, self.processor)
         return self.chat_inputs([[user_turn(limits.to_pictures(images), question)]])
 
@@ -178,11 +188,23 @@ class VLM:
         """
         begin = time.perf_counter()
         limits.check_conversations(conversations)
+        shown = [video for conversation in conversations for video in visual_parts(conversation)]
+        videos = [video for video in shown if video is not None]
+        given = conversations
+        if videos and not self.adapter.takes_videos:
+            conversations = [show_frames(conversation) for conversation in conversations]
+        elif videos and len(videos) < len(shown):
+            raise BadParameter(
+                "A prompt has images and videos, and torino reduces one of them in a call. Ask separately."
+            )
         prompts = [write_prompt(conversation, self.processor, self.adapter) for conversation in conversations]
         limits.check_characters(prompts, self.adapter.config)
         images = [[self.open(image) for image in turn_images(conversation)] for conversation in conversations]
         options: dict[str, Any] = special_token_options(prompts[0], self.processor)
-        if any(images):
+        if videos and self.adapter.takes_videos:
+            options |= processor_options(videos)
+            images = [[frame for video in videos for frame in video.frames]]
+        elif any(images):
             options["images"] = images[0] if len(images) == 1 else images
         if len(prompts) > 1:
             options |= {"padding": True, "padding_side": "left"}
@@ -191,14 +213,18 @@ class VLM:
             processed = self.processor(text=text, return_tensors="pt", **options)
         except (ValueError, TypeError) as error:
             raise TorinoError(f"{type(self.processor).__name__} refused an image or the question: {error}") from error
+        seconds = processed.get("second_per_grid_ts")
         tensors = dict(processed.to(self.device, dtype=self.dtype))  # integer tensors keep their type
+        if seconds is not None:  # in bfloat16 they would move the frames
+            tensors["second_per_grid_ts"] = seconds
         limits.check_tokens(tensors["input_ids"], self.adapter.visual_tokens, self.adapter.config)
         return Inputs(
             tensors,
             tuple(prompts),
-            tuple(conversations),
+            tuple(given),
             tuple(image for row in images for image in row),
             time.perf_counter() - begin,
+            tuple(shown) if videos else (),
         )
 
     def open(self, image: Picture) -> Image.Image:
@@ -229,7 +255,10 @@ class VLM:
     # ------------------------------------------------------------------ encode, reduce, generate
 
     def encode(
-        self, source: Inputs | Picture | Sequence[Picture], reducers: Iterable[Reducer | None] = (), question: str = "?"
+        self,
+        source: Inputs | Picture | Video | Sequence[Picture | Video],
+        reducers: Iterable[Reducer | None] = (),
+        question: str = "?",
     ) -> Encoded:
         """Prepare images for any number of reducers; the tower runs once, on first use."""
         return Encoded(self, source if isinstance(source, Inputs) else self.inputs(source, question), reducers)
@@ -297,7 +326,9 @@ class VLM:
         }
         clock, call = FirstTokenClock(), GenerateCall(self.model, {**rows, "do_sample": False, **generation})
         call.check()
-        encoded = first.encoded if count == 1 else EncodedImages((), first.encoded.full * count)
+        encoded = first.encoded
+        if count > 1:
+            encoded = EncodedImages((), encoded.full * count, modality=encoded.modality)
         embeds = [item for reduction in reductions for item in reduction.embeds]
         short, _ = self.adapter.insert(call.inputs, encoded, embeds, first.positions, "left")
         sizes = [size for reduction in reductions for size in reduction.sizes]
@@ -405,7 +436,7 @@ def load_vlm(
 
 
 def ask(
-    image: Picture | Sequence[Picture],
+    image: Picture | Video | Sequence[Picture | Video],
     question: str,
     *,
     model: VLM | str | os.PathLike[str] = "lab",
@@ -414,11 +445,11 @@ def ask(
     baseline: bool = False,
     **generation: Any,
 ) -> Answer:
-    """Ask a model about an image (or several), with fewer visual tokens if a reducer is given.
+    """Ask a model about an image or a video (or several), with fewer visual tokens if a reducer is given.
 
     Parameters
     ----------
-    image : path, bytes, PIL image, or a sequence of them
+    image : path, bytes, PIL image, Video, or a sequence of them
     question : str
     model : VLM, or what :func:`load_vlm` takes
     reducer : Reducer, optional

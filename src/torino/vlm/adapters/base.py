@@ -67,6 +67,9 @@ class Adapter(ABC):
     """Whether the model takes videos (``pixel_values_videos``) and :meth:`encode` encodes them."""
     video_ndims: ClassVar[tuple[int, ...]] = (5,)
     """Numbers of dimensions that ``pixel_values_videos`` can have."""
+    joins_frames: ClassVar[bool] = False
+    """Whether the frames of a video that are shown as several images can be reduced together: :meth:`embed` takes a
+    unit of all of them."""
     joins_videos: ClassVar[bool] = False
     """Whether the model reads the features of all videos as one tensor."""
     in_tower_refusal: ClassVar[str] = "torino does not run the blocks of its tower one by one"
@@ -302,8 +305,8 @@ class Adapter(ABC):
         has_videos = self.has_videos(inputs)
         if has_videos and _has_pixels(inputs, "pixel_values"):
             raise BadParameter(
-                f"This call gives {type(self.model).__name__} both images and videos, and torino reduces one of them in "
-                "a call. Use separate calls, or run it outside the reduced block."
+                f"This call gives {type(self.model).__name__} both images and videos, and torino reduces one of them "
+                "in a call. Use separate calls, or run it outside the reduced block."
             )
         for name, ndims in {"pixel_values": self.pixel_ndims, "pixel_values_videos": self.video_ndims}.items():
             pixels = inputs.get(name)

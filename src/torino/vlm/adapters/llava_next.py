@@ -122,6 +122,7 @@ class LlavaNext(Llava):
 
     families: ClassVar[tuple[str, ...]] = ("llava_next",)
     shares_prefix: ClassVar[bool] = False  # tested with LLaVA-1.5 only
+    joins_frames: ClassVar[bool] = False
     separates_images: ClassVar[bool] = False  # the tiles of an image can depend on the others
     tiles: ClassVar[bool] = True
     prompt_template: ClassVar[str] = ""  # it depends on the language model

@@ -9,7 +9,7 @@ stock model; a merged token is merged from the pooled tokens and then projected.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -107,16 +107,3 @@ class PooledVideo(LlavaNext):
 def _without_patches(tile: VisualTokens) -> VisualTokens:
     """Return a tile whose patches are a placeholder of width 1; all patches are pooled in one batch instead."""
     return tile.with_(patches=tile.patches[:, :1], cls=None)
-
-
-def frame_times(times: Sequence[float], frames: int) -> tuple[float, ...]:
-    """Return the times of the frames of a unit whose frames each merge several frames of the file: their mean.
-
-    Examples
-    --------
-    >>> frame_times([0.0, 1.0, 2.0], frames=2), frame_times([0.0, 1.0], frames=2)
-    ((0.5, 2.0), (0.0, 1.0))
-    """
-    step = -(-len(times) // frames)
-    parts = [times[i * step : (i + 1) * step] for i in range(frames)]
-    return tuple(sum(part) / len(part) for part in parts)
