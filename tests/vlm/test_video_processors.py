@@ -24,7 +24,8 @@ SPECIAL = {
     "qwen": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     "llava": ("<image>", "<video>"),
 }
-TEMPLATE = """{% for turn in messages %}{% for part in turn['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}
+TEMPLATE = """{% for turn in messages %}{% for part in turn['content'] %}{% if part['type'] == 'text' %}
+{{- part['text'] }}
 {%- else %}MARK{{ part['type'] }}MARK {% endif %}{% endfor %}{% endfor %}"""
 
 
@@ -35,9 +36,7 @@ def make_tokenizer(family: str) -> Any:
 
     kind = family.partition("_")[0].rstrip("23")
     special = SPECIAL["qwen" if kind.startswith("qwen") else "llava"]
-    words = ["<pad>", "<s>", *[chr(i) for i in range(32, 90)], *special][:60]
-    words = ["<pad>", "<s>", *"0123456789.<> seconds?What"]
-    words = list(dict.fromkeys(words))
+    words = list(dict.fromkeys(["<pad>", "<s>", *"0123456789.<> seconds?What"]))
     words += [f"w{i}" for i in range(60 - len(words))] + list(special)
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
@@ -151,7 +150,7 @@ def test_another_question_about_the_same_video(vlm: VLM) -> None:
 
 
 def test_images_and_videos_together_are_refused(vlm: VLM) -> None:
-    with pytest.raises(BadParameter, match="images or videos in a call"):
+    with pytest.raises(BadParameter, match="images and videos, and torino reduces one"):
         vlm.inputs([make_video(), make_video().frames[0]], "What?")
     with pytest.raises(BadParameter, match="marks a video"):
         vlm.inputs(make_video(), f"What? {vlm.processor.video_token}")

@@ -310,7 +310,7 @@ def _check_cache(adapter: Adapter, named: Mapping[str, Any]) -> None:
     if not length:
         return
     if adapter.has_images(named) or (
-        ids is not None and bool(torch.isin(ids, ids.new_tensor(adapter.visual_tokens)).any())
+        ids is not None and bool(torch.isin(ids, ids.new_tensor(adapter.placeholders)).any())
     ):
         raise BadParameter(
             f"past_key_values already holds {length} tokens, and this prompt has images, which are shorter in that "

@@ -127,11 +127,11 @@ def check_characters(prompts: Sequence[str], config: Any) -> None:
         )
 
 
-def check_tokens(ids: Tensor, visual_tokens: Sequence[int], config: Any) -> None:
+def check_tokens(ids: Tensor, placeholders: Sequence[int], config: Any) -> None:
     """Refuse prompts whose text alone is longer than the model can read; images may become shorter."""
     limit, longest = (
         context_length(config),
-        int((~torch.isin(ids, torch.tensor(visual_tokens, device=ids.device))).sum(-1).max()),
+        int((~torch.isin(ids, torch.tensor(placeholders, device=ids.device))).sum(-1).max()),
     )
     if limit is not None and longest > limit:
         raise BadParameter(

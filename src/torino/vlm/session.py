@@ -217,7 +217,7 @@ class VLM:
         tensors = dict(processed.to(self.device, dtype=self.dtype))  # integer tensors keep their type
         if seconds is not None:  # in bfloat16 they would move the frames
             tensors["second_per_grid_ts"] = seconds
-        limits.check_tokens(tensors["input_ids"], self.adapter.visual_tokens, self.adapter.config)
+        limits.check_tokens(tensors["input_ids"], self.adapter.placeholders, self.adapter.config)
         return Inputs(
             tensors,
             tuple(prompts),

@@ -136,7 +136,7 @@ class Adapter(ABC):
         return int(self.config.video_token_id)
 
     @property
-    def visual_tokens(self) -> tuple[int, ...]:
+    def placeholders(self) -> tuple[int, ...]:
         """Ids of all placeholders."""
         return (self.image_token, self.video_token) if self.takes_videos else (self.image_token,)
 
