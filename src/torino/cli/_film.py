@@ -53,15 +53,12 @@ def draw_video(
         }
         out.print_json(json.dumps(report))
         return
-    heading = (
-        f"[bold]{escape(Path(video.name).name)}[/]: {plan.frames} frames, {plan.patches} patches of {tower.origin}"
-    )
-    out.print(heading, highlight=False, soft_wrap=True)
-    out.print(
-        f"[bold]{len(plan)}[/] tokens by {escape(plan.by)}, {rates.min():.0f} to {rates.max():.0f} new tokens per second",
-        highlight=False,
-        soft_wrap=True,
-    )
+    name, tokens = escape(Path(video.name).name), f"[bold]{len(plan)}[/] tokens by {escape(plan.by)}"
+    for line in (
+        f"[bold]{name}[/]: {plan.frames} frames, {plan.patches} patches of {escape(str(tower.origin))}",
+        f"{tokens}, {rates.min():.0f} to {rates.max():.0f} new tokens per second",
+    ):
+        out.print(line, highlight=False, soft_wrap=True)
     out.print(f"Wrote {escape(str(output))}", highlight=False, soft_wrap=True)
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -109,7 +109,7 @@ def ask(
 
         check_model(model)
         film = None if video is None else open_video(video, fps=fps, frames=frames)
-        opened = open_single_image(image) if film is None else film
+        opened: Any = open_single_image(image) if film is None else film
         prepare(opened if film is None else film.frames[0], padding)
         if sae is None and method != "none":
             sae = default_sae(method, model)
@@ -237,9 +237,7 @@ def _draw(path: Path, answer: Answer, name: str, reducer: Reducer) -> None:
 
     plans = answer.reductions
     if any(plan.frames > 1 for plan in plans):
-        save_picture(
-            draw_film(answer.seen[: plans[0].frames], plans[0], title=name, names=concept_names(reducer)), path
-        )
+        save_picture(draw_film(answer.seen, plans[0], title=f"{name} · {plans[0].by}"), path)
         return
     # Processors that return packed patches give one image for all of them.
     images = answer.seen if len(answer.seen) == len(plans) else answer.seen[:1] * len(plans)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from torino.core.errors import BadFile, BadParameter
 from torino.core.explanation import describe_change
@@ -43,21 +45,31 @@ def pick_frames(images: Sequence[Image.Image], frames: int) -> list[Image.Image]
 
 
 def tokens_per_second(plan: Reduction) -> NDArray[np.float64]:
-    """Return how many tokens each frame of a reduction begins, divided by the seconds until the next frame.
+    """Return how many tokens begin in each frame of a reduction, divided by the seconds until the next frame.
 
-    A token belongs to the frame of its anchor. Without times, frames are one second apart.
+    A token begins in the first frame of the patches that it represents, or else in that of its anchor. Without times,
+    frames are one second apart.
 
     Examples
     --------
-    >>> tokens_per_second(Reduction.identity((1, 3), frames=2, times=(0.0, 0.5)))
-    array([6., 6.])
+    >>> still = Reduction.of([{0: 0.5, 1: 0.5}], (1, 1), frames=2, times=(0.0, 0.5))
+    >>> tokens_per_second(Reduction.identity((1, 3), frames=2, times=(0.0, 0.5))), tokens_per_second(still)
+    (array([6., 6.]), array([2., 0.]))
     """
-    anchors = plan.anchor[plan.anchor >= 0] // (plan.grid[0] * plan.grid[1])
-    counts = anchors.bincount(minlength=plan.frames).double().numpy()
+    counts = first_frames(plan).bincount(minlength=plan.frames).double().numpy()
     times = frame_times(plan)
     gaps = np.diff(times)
     lengths = np.append(gaps, gaps[-1]) if len(gaps) else np.ones(1)
     return counts / np.maximum(lengths, 1e-9)
+
+
+def first_frames(plan: Reduction) -> Tensor:
+    """Return the first frame of the patches that each token represents, or that of its anchor; 0 without either."""
+    size = plan.grid[0] * plan.grid[1]
+    first = torch.full((len(plan),), plan.frames)
+    shown = (plan.assigned >= 0).nonzero()[:, 0]
+    first = first.scatter_reduce(0, plan.assigned[shown], shown // size, "amin")
+    return torch.where(first < plan.frames, first, plan.locate(plan.anchor)[:, 0].clamp(min=0))
 
 
 def frame_times(plan: Reduction) -> NDArray[np.float64]:
@@ -193,7 +205,7 @@ def draw_animation(
     cell = max(2, side // max(plan.grid))
     width, height = plan.grid[1] * cell, plan.grid[0] * cell
     head, plot = 44, 80
-    begun = (plan.anchor[plan.anchor >= 0] // (plan.grid[0] * plan.grid[1])).bincount(minlength=plan.frames).cumsum(0)
+    begun = first_frames(plan).bincount(minlength=plan.frames).cumsum(0)
     pages: list[Image.Image] = []
     for frame, photo in enumerate(photos):
         page = Image.new("RGB", (2 * MARGIN + 2 * width + 12, head + height + 34 + plot + 30), PAPER)
