@@ -109,7 +109,13 @@ Clip = str | os.PathLike[str] | Video
 """Input of :func:`open_video`: a video file, a folder of frames, or an opened video."""
 
 
-def open_video(source: Clip, *, fps: float | None = None, frames: int | None = None) -> Video:
+def open_video(
+    source: Clip,
+    *,
+    fps: float | None = None,
+    frames: int | None = None,
+    between: tuple[float, float] | None = None,
+) -> Video:
     """Read some frames of a video, uniformly in time.
 
     Only the wanted frames are decoded, with those before them up to the last key frame. Frames are turned as the file
@@ -127,6 +133,8 @@ def open_video(source: Clip, *, fps: float | None = None, frames: int | None = N
     frames : int, optional
         Number of frames: those shown in the middle of as many equal parts. A video with fewer frames gives each once.
         For a file, the default is 8 frames, and only one of ``fps`` and ``frames`` can be given.
+    between : (float, float), optional
+        Read only this part, from and to these seconds.
 
     Returns
     -------
@@ -151,10 +159,10 @@ def open_video(source: Clip, *, fps: float | None = None, frames: int | None = N
         raise BadFile(f"A video must be a path or a Video, got {type(source).__name__}.")
     path = _check_path(os.fspath(source))
     if path.is_dir():
-        return _read_folder(path, FOLDER_RATE if fps is None else fps, count)
+        return _read_folder(path, FOLDER_RATE if fps is None else fps, count, between)
     if fps is not None and count is not None:
         raise BadParameter("Give fps or frames, not both: each of them says how many frames are read.")
-    return _read_file(path, fps, count)
+    return _read_file(path, fps, count, between)
 
 
 def sample_times(duration: float, *, fps: float | None = None, frames: int | None = None) -> list[float]:
@@ -221,17 +229,29 @@ def _check_path(text: str) -> Path:
     return path
 
 
-def _read_folder(folder: Path, rate: float, frames: int | None) -> Video:
+def _part(name: object, duration: float, between: tuple[float, float] | None) -> tuple[float, float]:
+    """Return the beginning and the length of the part to read."""
+    if between is None:
+        return 0.0, duration
+    start, end = max(to_number("between", between[0]), 0.0), min(to_number("between", between[1]), duration)
+    if start >= end:
+        raise BadFile(f"{name} has {duration:.4g} seconds, and none between {between[0]:g} and {between[1]:g}.")
+    return start, end - start
+
+
+def _read_folder(folder: Path, rate: float, frames: int | None, between: tuple[float, float] | None) -> Video:
     files = sorted((file for file in folder.iterdir() if file.suffix.lower() in FRAME_SUFFIXES), key=_natural_order)
     if not files:
         raise BadFile(
             f"{folder} has no images. Give a video file, or a folder with the frames of a video as "
             f"{', '.join(suffix[1:] for suffix in FRAME_SUFFIXES)}."
         )
-    chosen = range(len(files))
-    if frames is not None and frames < len(files):
-        chosen = [int(time) for time in sample_times(len(files), frames=frames)]
-    elif len(files) > MAX_FRAMES:
+    start, length = _part(folder, len(files) / rate, between)
+    first = min(round(start * rate), len(files) - 1)
+    chosen: Sequence[int] = range(first, max(first + 1, min(round((start + length) * rate), len(files))))
+    if frames is not None and frames < len(chosen):
+        chosen = [first + int(time) for time in sample_times(len(chosen), frames=frames)]
+    elif len(chosen) > MAX_FRAMES:
         raise BadFile(f"{folder} has {len(files):,} frames; torino reads up to {MAX_FRAMES:,}. Give frames=N.")
     check_pixels(str(folder), image_size(files[chosen[0]]), len(chosen))
     images = tuple(open_image(files[i]) for i in chosen)
@@ -247,15 +267,19 @@ def _natural_order(file: Path) -> tuple[list[tuple[int, str]], str]:
 # ------------------------------------------------------------------ files
 
 
-def _read_file(path: Path, fps: float | None, frames: int | None) -> Video:
+def _read_file(path: Path, fps: float | None, frames: int | None, between: tuple[float, float] | None) -> Video:
+    def choose(duration: float) -> list[float]:
+        start, length = _part(path, duration, between)
+        return [start + time for time in sample_times(length, fps=fps, frames=frames)]
+
     with _opened(path) as reader:
-        times = sample_times(reader.duration, fps=fps, frames=frames)
+        times = choose(reader.duration)
         check_pixels(reader.name, reader.size, len(times))
         found = reader.read(times)
         if reader.end is not None and times[-1] > reader.end:  # shorter than its header says
             warnings.warn(f"{path} ends after {reader.end:.4g} of {reader.duration:.4g} seconds.", stacklevel=3)
             reader.duration = reader.end
-            found = reader.read(sample_times(reader.duration, fps=fps, frames=frames))
+            found = reader.read(choose(reader.duration))
         if reader.damaged:
             warnings.warn(f"{path} is damaged; {reader.damaged} packets could not be decoded.", stacklevel=3)
         times, images = zip(*found, strict=True)

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -202,6 +202,7 @@ class VLM:
         images = [[self.open(image) for image in turn_images(conversation)] for conversation in conversations]
         options: dict[str, Any] = special_token_options(prompts[0], self.processor)
         if videos and self.adapter.takes_videos:
+            videos = [replace(video, frames=tuple(self.open(frame) for frame in video.frames)) for video in videos]
             options |= processor_options(videos)
             images = [[frame for video in videos for frame in video.frames]]
         elif any(images):
@@ -227,8 +228,14 @@ class VLM:
             tuple(shown) if videos else (),
         )
 
-    def open(self, image: Picture) -> Image.Image:
-        """Open an image and pad it as the session does; an image that was opened before is returned unchanged."""
+    @overload
+    def open(self, image: Picture) -> Image.Image: ...
+    @overload
+    def open(self, image: Video) -> Video: ...
+    def open(self, image: Picture | Video) -> Image.Image | Video:
+        """Open an image and pad it as the session does; an image or video that was opened before stays as it is."""
+        if isinstance(image, Video):
+            return image
         return prepare(open_image(image), self.padding, self._color)
 
     def query_for(self, inputs: Inputs, reducer: Reducer | None) -> TextQuery | None:
