@@ -42,9 +42,8 @@ def data(tmp_path: Path) -> Path:
     common = {"index": 0, "question": "What is shown?"}
     row = {"video": "a", "video_path": "./video/a.mp4", "candidates": str(CANDIDATES["Video-MME"]), "answer": "B"}
     facts = {"duration": "short", "domain": "Knowledge", "sub_category": "Law", "task_type": "Counting Problem"}
-    write_tsv(
-        tmp_path / "Video-MME.tsv", [common | row | facts, common | row | facts | {"index": 1, "video_path": "x"}]
-    )
+    missing = {"index": 1, "video": "x", "video_path": "./video/x.mp4"}
+    write_tsv(tmp_path / "Video-MME.tsv", [common | row | facts, common | row | facts | missing])
     row = {"task_type": "Episodic Reasoning", "prefix": "video/tvqa/frames/", "data_type": "frame", "video": "b"}
     row |= {"bound": True, "start": 1.0, "end": 3.0, "candidates": str(PLAIN), "answer": "a dog"}
     write_tsv(tmp_path / "MVBench.tsv", [common | row])
