@@ -44,6 +44,31 @@ def sample_tokens(width: int = 16, *, needs: frozenset[str] = frozenset(), seed:
     return images
 
 
+def sample_videos(width: int = 16, *, needs: frozenset[str] = frozenset(), seed: int = 0) -> list[VisualTokens]:
+    """Return the tokens of two small random clips: a scene with some noise and a cut, and one frame shown twice."""
+    generator = torch.Generator().manual_seed(seed)
+    videos: list[VisualTokens] = []
+    for frames, grid, times in ((6, (3, 4), None), (2, (1, 5), (0.0, 0.5))):
+        size = grid[0] * grid[1]
+        scenes = torch.randn(2, size, width, generator=generator)
+        noise = 0.2 * torch.randn(frames, size, width, generator=generator) * (frames > 2)
+        patches = torch.stack([scenes[int(frame >= 4)] for frame in range(frames)]) + noise
+        n = frames * size
+        attention = torch.rand(2, n, generator=generator)
+        videos.append(
+            VisualTokens(
+                patches.view(n, width),
+                grid,
+                cls_attention=attention / attention.sum(1, keepdim=True),
+                keys=torch.randn(n, 8, generator=generator),
+                signals={name: sample_signal(name, n, width, generator) for name in sorted(needs - STANDARD_SIGNALS)},
+                frames=frames,
+                times=times,
+            )
+        )
+    return videos
+
+
 def sample_signal(name: str, n: int, width: int, generator: torch.Generator, heads: int = 2) -> Tensor:
     """Return a random signal for ``n`` patches, with the shape that belongs to its name."""
     kind = name.partition("@")[0]
@@ -74,7 +99,7 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     ----------
     reducer : Reducer
     tokens : sequence of VisualTokens, optional
-        Test images. Defaults to small ones with the width of ``reducer.sae``, if there is one.
+        Test images. Defaults to small ones, and clips if it takes frames, with the width of ``reducer.sae``, if any.
 
     Examples
     --------
@@ -83,6 +108,8 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     """
     width = getattr(getattr(reducer, "sae", None), "width", 16)
     images = list(tokens) if tokens is not None else sample_tokens(width, needs=reducer.needs)
+    if tokens is None and reducer.takes_frames:
+        images += sample_videos(width, needs=reducer.needs)
     original_patches = [image.patches.clone() for image in images]
     random_state, numpy_state = torch.get_rng_state(), repr(np.random.get_state())  # noqa: NPY002
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.clips import av, frame_number, write_clip
+from tests.support.video_files import av, frame_number, write_clip
 from torino.core.errors import BadFile, BadParameter
 from torino.datasets import video
 from torino.datasets.video import Video, open_video, sample_times

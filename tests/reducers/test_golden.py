@@ -22,7 +22,7 @@ from torino.core.concepts import RawEmbedding
 from torino.core.errors import UnmetBudget
 from torino.datasets.bundled import example_sae, example_tokens
 from torino.reducers import Downsample, Reducer, as_in_tower, get
-from torino.testing import sample_tokens, simulate_tower
+from torino.testing import sample_tokens, sample_videos, simulate_tower
 
 FILE = Path(__file__).with_name("golden_plans.safetensors")
 WIDTH = 16
@@ -34,10 +34,13 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "apet": [{"basis": 2, "order": "native"}, {"seed": 3}],
     "cdpruner": [{"relevance": "none"}, {"theta": 0.5, "negate": False}, {"space": "projected"}],
     "divprune": [{"space": "projected"}, {"order": "native"}],
+    "evs": [{"space": "features"}, {"order": "native"}],
     "fastervlm": [{"order": "native"}],
+    "flashvid": [{"budget": None}, {"order": "native"}],
     "folder": [{"metric": "keys", "class_token": True}, {"log_size_scale": "always"}],
     "folder-full": [{"alpha": 0.5, "order": "native"}],
     "folder-tower": [{"alpha": 0.5, "order": "native"}],
+    "frames": [{"order": "native"}],
     "gtp": [{"graph": "semantic", "neighbors": 3, "hops": 3}, {"select": "cosine"}],
     "gtp-tower": [{"graph": "spatial", "alpha": 0.3}, {"proportional": False, "order": "native"}],
     "hiprune": [{"alpha": 1.0}, {"alpha": 1.0, "fidelity": "paper"}],
@@ -62,6 +65,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"budget": None, "silent": "literal"},
     ],
     "torino-x": [{"budget": None}, {"mode": "prune"}, {"locality": None}, {"concepts": 3, "order": "native"}],
+    "vidcom2": [{"temperature": 0.1}, {"order": "native"}],
     "visionzip": [{"fidelity": "paper"}, {"contextual": 1, "order": "native"}],
     "vispruner": [{"important_ratio": 0.0}, {"order": "native"}],
 }
@@ -96,7 +100,8 @@ def cases(name: str) -> Iterator[tuple[str, Reducer, list[VisualTokens]]]:
         parameters = {"budget": BUDGETS[0], **parameters}
         reducer = build(name, small_sae(), parameters)
         key = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
-        yield f"{name}({key})", reducer, sample_tokens(WIDTH, needs=reducer.needs)
+        videos = sample_videos(WIDTH, needs=reducer.needs) if get(name).for_videos else []
+        yield f"{name}({key})", reducer, sample_tokens(WIDTH, needs=reducer.needs) + videos
     if not get(name).needs:  # the bundled example has no signals
         yield f"{name} on the example", build(name, example_sae(), {"budget": EXAMPLE_BUDGET}), example_tokens()
 

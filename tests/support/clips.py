@@ -1,68 +1,44 @@
-"""Small video files, written with PyAV: each frame has one gray value, which tells its number."""
+"""Synthetic clips of concepts with known content: still scenes, pans, cuts and objects that appear."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fractions import Fraction
-from pathlib import Path
+import torch
+from torch import Tensor
 
-import numpy as np
-import pytest
+from torino import VisualTokens
 
-av = pytest.importorskip("av")
-GRAY = 9  # difference between the gray values of two frames
+WIDTH = 64
 
 
-def write_clip(
-    path: Path,
-    frames: int = 20,
-    fps: float = 10.0,
-    *,
-    size: tuple[int, int] = (48, 32),
-    codec: str = "mpeg4",
-    gap: int = 5,
-    times: Sequence[float] | None = None,
-    turn: float = 0.0,
-    cut: int | None = None,
-    options: dict[str, str] | None = None,
-) -> Path:
-    """Write a clip whose frame i is gray value ``GRAY * (i % 26)``, brighter at the left edge.
-
-    Parameters
-    ----------
-    gap : int
-        Frames from one key frame to the next.
-    times : sequence of float, optional
-        Seconds of each frame, for a variable rate.
-    turn : float
-        Rotation in the file, counterclockwise.
-    cut : int, optional
-        Bytes to keep of the file.
-    """
-    width, height = size
-    with av.open(str(path), "w", options=options or {}) as container:
-        stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1000))
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuvj420p" if codec == "mjpeg" else "yuv420p"
-        stream.codec_context.gop_size = gap
-        if times is not None:
-            stream.codec_context.time_base = Fraction(1, 1000)
-        if turn:
-            stream.set_display_rotation(turn)
-        for i in range(frames):
-            pixels = np.full((height, width, 3), GRAY * (i % 26), np.uint8)
-            pixels[:, : width // 4] = 255
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
-            if times is not None:
-                frame.pts, frame.time_base = round(1000 * times[i]), Fraction(1, 1000)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    if cut is not None:
-        path.write_bytes(path.read_bytes()[:cut])
-    return path
+def scene(grid: tuple[int, int], seed: int, first: int = 0, concepts: int = 8) -> Tensor:
+    """Return the patches of a scene of rectangular regions, one concept each, shape (rows, columns, WIDTH)."""
+    generator = torch.Generator().manual_seed(seed)
+    picture = torch.zeros(grid, dtype=torch.int64)
+    for concept in range(concepts):
+        top, left = (int(torch.randint(size, (), generator=generator)) for size in grid)
+        picture[top : top + 1 + grid[0] // 2, left : left + 1 + grid[1] // 2] = concept
+    return torch.eye(WIDTH)[first + picture]
 
 
-def frame_number(image: object) -> int:
-    """Return the number of a frame of :func:`write_clip`, read from the middle of its right half."""
-    values = np.asarray(image)
-    height, width = values.shape[:2]
-    return round(float(values[height // 2 - 4 : height // 2 + 4, -width // 4 - 4 : -width // 4 + 4].mean()) / GRAY)
+def still(frames: int, grid: tuple[int, int] = (6, 6), seed: int = 0) -> VisualTokens:
+    """Return a scene that does not change."""
+    return clip([scene(grid, seed)] * frames)
+
+
+def cuts(frames: int, every: int = 1, grid: tuple[int, int] = (6, 6)) -> VisualTokens:
+    """Return a clip with a cut to another scene, of other concepts, after every ``every`` frames."""
+    shots = [scene(grid, number, first=number * 8 % WIDTH) for number in range(-(-frames // every))]
+    return clip([shots[frame // every] for frame in range(frames)])
+
+
+def pan(frames: int, grid: tuple[int, int] = (6, 6), seed: int = 0) -> VisualTokens:
+    """Return a window that moves over a wide scene, by one column a frame."""
+    wide = scene((grid[0], grid[1] + frames), seed)
+    return clip([wide[:, frame : frame + grid[1]] for frame in range(frames)])
+
+
+def clip(pictures: list[Tensor], times: tuple[float, ...] | None = None) -> VisualTokens:
+    """Return a video of pictures of shape (rows, columns, D)."""
+    rows, columns, width = pictures[0].shape
+    patches = torch.stack(pictures).reshape(-1, width)
+    return VisualTokens(patches, (rows, columns), frames=len(pictures), times=times)

@@ -25,6 +25,11 @@ class Layout(TypedDict):
     times: tuple[float, ...] | None
 
 
+def sequence_layout(count: int) -> Layout:
+    """Return the layout of ``count`` tokens in one row."""
+    return {"grid": (1, count), "frames": 1, "times": None}
+
+
 def to_frames(frames: object, error: type[TorinoError] = BadTokens) -> int:
     """Return a number of frames as int; raise an error unless it is a whole number of at least 1."""
     if not is_integer(frames) or cast(int, frames) < 1:

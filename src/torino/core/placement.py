@@ -1,14 +1,19 @@
-"""Move the tokens of a reduction to the median position of their patches."""
+"""Move the merged tokens of a reduction to another position, such as the median of their patches."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torino.core.ragged import offsets_from_lengths
-from torino.core.reduction import Reduction
+from torino.core.reduction import Reduction, ReductionBatch
+
+Place = Literal["anchor", "median", "first"]
 
 
 def reorder_tokens(plan: Reduction, order: Tensor) -> Reduction:
@@ -57,7 +62,36 @@ def median_anchors(plan: Reduction, per_axis: bool = False) -> Tensor:
     ([3, 5], [3, 5])
     """
     anchor, (rows, columns) = plan.anchor.clone(), plan.grid
-    merged = (plan.offsets.diff() > 1) & (anchor >= 0) & (anchor < plan.patches)
+    for token, patches in _merged_tokens(plan):
+        if per_axis:  # torch.median is the lower one
+            frame, row, column = plan.locate(patches).median(0).values
+            anchor[token] = (frame * rows + row) * columns + column
+        else:
+            anchor[token] = patches.median()
+    return anchor
+
+
+def first_anchors(plan: Reduction) -> Tensor:
+    """Return the place where each token begins, shape (M,): its first frame, and there the median row and column.
+
+    Examples
+    --------
+    >>> plan = Reduction.of([{2: 0.1, 3: 0.1, 4: 0.1, 7: 0.7}], grid=(2, 3), frames=2)
+    >>> plan.anchor.tolist(), first_anchors(plan).tolist()
+    ([7], [4])
+    """
+    anchor, (rows, columns) = plan.anchor.clone(), plan.grid
+    for token, patches in _merged_tokens(plan):
+        place = plan.locate(patches)
+        frame = place[:, 0].min()
+        row, column = place[place[:, 0] == frame, 1:].median(0).values
+        anchor[token] = (frame * rows + row) * columns + column
+    return anchor
+
+
+def _merged_tokens(plan: Reduction) -> Iterator[tuple[int, Tensor]]:
+    """Yield the merged tokens that have a position, and the patches each represents, or its sources if none."""
+    merged = (plan.offsets.diff() > 1) & (plan.anchor >= 0) & (plan.anchor < plan.patches)
     by_token = plan.assigned.argsort(stable=True)  # the patches of each token, in raster order
     counts = plan.assigned[plan.assigned >= 0].bincount(minlength=len(plan))
     begin = int((plan.assigned < 0).sum()) + counts.cumsum(0) - counts
@@ -67,12 +101,24 @@ def median_anchors(plan: Reduction, per_axis: bool = False) -> Tensor:
         if not count:
             patches = plan.sources[int(plan.offsets[token]) : int(plan.offsets[token + 1])]
             patches = patches[patches < plan.patches]
-        if len(patches) and per_axis:  # torch.median is the lower one
-            frame, row, column = plan.locate(patches).median(0).values
-            anchor[token] = (frame * rows + row) * columns + column
-        elif len(patches):
-            anchor[token] = patches.median()
-    return anchor
+        if len(patches):
+            yield token, patches
+
+
+def place_merged(batch: ReductionBatch, place: Place) -> ReductionBatch:
+    """Return the reductions with their merged tokens at another place; tokens in raster order stay in that order.
+
+    Parameters
+    ----------
+    batch : ReductionBatch
+    place : {"anchor", "median", "first"}
+        Where they are, the median frame, row and column of their patches, or where they begin (see
+        :func:`first_anchors`).
+    """
+    if place == "anchor":
+        return batch
+    find = first_anchors if place == "first" else partial(median_anchors, per_axis=True)
+    return ReductionBatch.of([_move(plan, find(plan))[0] for plan in batch])
 
 
 def place_at_median(plan: Reduction, per_axis: bool = False) -> tuple[Reduction, Tensor]:
@@ -80,7 +126,11 @@ def place_at_median(plan: Reduction, per_axis: bool = False) -> tuple[Reduction,
 
     Tokens in raster order are sorted by their new positions; any other order is kept. See :func:`median_anchors`.
     """
-    moved = replace(plan, anchor=median_anchors(plan, per_axis))
+    return _move(plan, median_anchors(plan, per_axis))
+
+
+def _move(plan: Reduction, anchor: Tensor) -> tuple[Reduction, Tensor]:
+    moved = replace(plan, anchor=anchor)
     order = torch.arange(len(plan))
     if bool((_sort_key(plan).diff() >= 0).all()):
         order = _sort_key(moved).argsort(stable=True)

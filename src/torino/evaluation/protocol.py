@@ -50,6 +50,10 @@ LABELS = {
     "apet": "ApET",
     "restore": "RESTORE",
     "mmtok": "MMTok",
+    "frames": "Fewer frames",
+    "evs": "EVS",
+    "vidcom2": "VidCom2",
+    "flashvid": "FlashVID (merging)",
 }
 KD_METHODS = ("torino-p", "torino-m")
 """The paper's two methods, which have the parameters (k, δ)."""
@@ -124,8 +128,8 @@ def has_parameter(method: str, parameter: str) -> bool:
 
 
 def default_methods(*, text_query: bool = False) -> list[str]:
-    """Return all methods except ablations; those that need the question only with ``text_query``."""
-    methods = [name for name in list_reducers() if not get(name).ablation]
+    """Return all methods for images except ablations; those that need the question only with ``text_query``."""
+    methods = [name for name in list_reducers() if not (get(name).ablation or get(name).for_videos)]
     return [name for name in methods if text_query or not get(name).needs & {"joint", "text"}]
 
 

@@ -7,9 +7,12 @@ from torino.reducers.base import AttentionMode, PositionMode, Reducer, describe,
 from torino.reducers.cdpruner import CDPruner
 from torino.reducers.divprune import DivPrune
 from torino.reducers.downsample import Downsample
+from torino.reducers.evs import EVS
+from torino.reducers.flashvid import FlashVid
 from torino.reducers.folder import Folder
 from torino.reducers.folder_full import FolderFull
 from torino.reducers.folder_tower import FolderTower
+from torino.reducers.frame_sampling import FrameSampling
 from torino.reducers.gtp import GTP
 from torino.reducers.gtp_tower import GTPTower
 from torino.reducers.hiprune import HiPrune
@@ -32,10 +35,12 @@ from torino.reducers.tome_tower import ToMeTower
 from torino.reducers.torino import TorinoMerge, TorinoPrune
 from torino.reducers.torino_x import TorinoX
 from torino.reducers.uniform import Uniform
+from torino.reducers.vidcom2 import VidCom2
 from torino.reducers.visionzip import VisionZip
 from torino.reducers.vispruner import VisPruner
 
 __all__ = [
+    "EVS",
     "GTP",
     "SCTS",
     "ApET",
@@ -44,9 +49,11 @@ __all__ = [
     "DivPrune",
     "Downsample",
     "FasterVLM",
+    "FlashVid",
     "Folder",
     "FolderFull",
     "FolderTower",
+    "FrameSampling",
     "GTPTower",
     "HiPrune",
     "HiRED",
@@ -72,6 +79,7 @@ __all__ = [
     "TowerReducer",
     "TowerState",
     "Uniform",
+    "VidCom2",
     "VisPruner",
     "VisionZip",
     "as_in_tower",

@@ -67,3 +67,16 @@ def read_signal(
     if check and not bool(torch.isfinite(value).all()):
         raise BadTokens(f"{name} holds NaN or infinite values. Run the encoder in float32 or bfloat16.")
     return value
+
+
+def space_signals(space: str) -> dict[str, frozenset[str]]:
+    """Return the signals that a method needs, and those it reads if there are any, to compare patches in a space."""
+    projected, none = frozenset({"projected"}), frozenset[str]()
+    return {"needs": projected if space == "projected" else none, "optional": projected if space == "auto" else none}
+
+
+def space_features(tokens: VisualTokens, space: str, reducer: str) -> Tensor:
+    """Return the vectors by which patches are compared in a space: "features", "projected", or "auto"."""
+    if space == "projected" or (space == "auto" and "projected" in tokens.signals):
+        return read_signal(tokens, "projected", reducer, (len(tokens), None))
+    return tokens.patches.detach()

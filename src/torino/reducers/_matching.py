@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torino.core.frames import Layout
 from torino.core.reduction import Reduction
 from torino.reducers._similarity import unit_vectors
 from torino.reducers.base import Order
@@ -169,7 +170,7 @@ def merge_in_steps(
 
 def mean_reduction(
     merged: MergedSequence,
-    grid: tuple[int, int],
+    layout: Layout,
     by: str,
     *,
     order: Order,
@@ -199,8 +200,8 @@ def mean_reduction(
         anchor=anchor,
         concept=torch.full_like(anchor, -1),
         role=("primary",) * len(anchor),
-        grid=grid,
         by=by,
         assigned=label,
         score=torch.full((len(anchor),), torch.nan),
+        **layout,
     )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 TINY = torch.finfo(torch.float64).tiny
+CHUNK_COSINES = 1 << 25  # of a video, cosines are computed in chunks of this many
 SYMMETRIC_ROWS = 400  # from this many rows, computing three quarters of a symmetric product is faster than all of it
 
 
@@ -21,6 +22,13 @@ def cross_cosines(rows: Tensor, columns: Tensor) -> Tensor:
     A vector of length zero has cosine 0 with all others.
     """
     return round_cosines(unit_vectors(rows) @ unit_vectors(columns).T).float()
+
+
+def most_similar(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return for each row the column of largest cosine, the first of equals, shape (R,); computed in chunks."""
+    wide, step = unit_vectors(columns).T, max(1, CHUNK_COSINES // max(1, len(columns)))
+    parts = [round_cosines(unit_vectors(part) @ wide).float().argmax(1) for part in rows.split(step)]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
 def round_cosines(cosine: Tensor) -> Tensor:
@@ -88,6 +96,29 @@ def nearest_kept(patches: Tensor, kept: Tensor) -> Tensor:
     dropped = torch.ones(len(patches), dtype=torch.bool).index_fill_(0, own, False).nonzero()[:, 0]
     if len(dropped):
         rows, columns = (patches[index.to(patches.device)] for index in (dropped, own))
-        assigned[dropped] = tokens[cross_cosines(rows, columns).argmax(1).cpu()]
+        assigned[dropped] = tokens[most_similar(rows, columns).cpu()]
     assigned[own] = tokens
+    return assigned
+
+
+def nearest_in_frame(patches: Tensor, kept: Tensor, frames: int) -> Tensor:
+    """Return :func:`nearest_kept` within each frame, so that the cost is linear in their number.
+
+    Patches of a frame without a kept patch are represented by the most similar of all.
+    """
+    kept, size = kept.cpu(), len(patches) // frames
+    assigned = torch.full((len(patches),), -1)
+    rest: list[Tensor] = []
+    for frame in range(frames):
+        here = slice(frame * size, (frame + 1) * size)
+        tokens = ((kept >= here.start) & (kept < here.stop)).nonzero()[:, 0]
+        if len(tokens):
+            assigned[here] = tokens[nearest_kept(patches[here], kept[tokens] - here.start)]
+        else:
+            rest.append(torch.arange(here.start, here.stop))
+    if rest and len(kept):
+        missing = torch.cat(rest)
+        order = kept.argsort(stable=True)
+        rows, columns = (patches[index.to(patches.device)] for index in (missing, kept[order]))
+        assigned[missing] = order[most_similar(rows, columns).cpu()]
     return assigned

@@ -57,6 +57,7 @@ class ApET(Reducer):
     seed: int = 0
     order: Order = "raster"
 
+    takes_frames: ClassVar[bool] = True
     paper: ClassVar[str] = "Ma et al., CVPR 2026"
     merges: ClassVar[bool] = True
     adaptive: ClassVar[bool] = False
@@ -86,7 +87,7 @@ class ApET(Reducer):
             kept.sort()
         anchor = torch.from_numpy(kept)
         label = nearest_kept(tokens.patches, anchor)
-        merged = mean_reduction(MergedSequence(label, anchor), tokens.grid, self.spec, order="native")
+        merged = mean_reduction(MergedSequence(label, anchor), tokens.layout, self.spec, order="native")
         role = tuple("basis" if patch in basis else "primary" for patch in kept.tolist())
         return replace(merged, role=role, score=torch.from_numpy(error[kept]).float())
 

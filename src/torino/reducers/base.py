@@ -61,6 +61,8 @@ class Reducer(ABC):
     """Whether the number of output tokens can depend on the image."""
     takes_frames: ClassVar[bool] = False
     """Whether the method can reduce all frames of a video at once. Other methods refuse tokens of several frames."""
+    for_videos: ClassVar[bool] = False
+    """Whether the method is meant for videos only. Comparisons of all methods on images leave it out."""
     ablation: ClassVar[bool] = False
     """Whether the method exists only for ablations. Comparisons of all methods leave it out."""
     cost: ClassVar[str] = ""

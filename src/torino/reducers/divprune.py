@@ -53,6 +53,7 @@ class DivPrune(Reducer):
     order: Order = "raster"
 
     emits_cls: ClassVar[bool] = False
+    takes_frames: ClassVar[bool] = True
     paper: ClassVar[str] = "Alvar et al., CVPR 2025, arXiv 2503.02175"
     merges: ClassVar[bool] = False
     adaptive: ClassVar[bool] = False
@@ -94,4 +95,6 @@ class DivPrune(Reducer):
         order = np.argsort(kept) if self.order == "raster" else np.arange(self.budget)
         chosen = torch.from_numpy(kept[order])
         assigned = nearest_kept(tokens.patches, chosen)
-        return Reduction.pick(chosen, tokens.grid, self.spec, score=torch.from_numpy(score[order]), assigned=assigned)
+        return Reduction.pick(
+            chosen, by=self.spec, score=torch.from_numpy(score[order]), assigned=assigned, **tokens.layout
+        )

@@ -64,6 +64,7 @@ class Folder(Reducer):
     needs: ClassVar[frozenset[str]] = frozenset()
     merges: ClassVar[bool] = True
     cost: ClassVar[str] = "O(N²·D)"
+    takes_frames: ClassVar[bool] = True
     paper: ClassVar[str] = "Wang et al., FOLDER, ICCV 2025"
     original_license: ClassVar[str] = "none stated"
 
@@ -82,7 +83,7 @@ class Folder(Reducer):
         removals = plan_removals(self.name, len(tokens), self.budget, cls_first=self.class_token)
         merged = merge_in_steps(self._metric(tokens), removals, cls_first=self.class_token, step_order="raster")
         log_size = self._uses_log_size(len(tokens) + self.class_token, removals)
-        return mean_reduction(merged, tokens.grid, self.spec, order="raster", log_size=log_size)
+        return mean_reduction(merged, tokens.layout, self.spec, order="raster", log_size=log_size)
 
     def _metric(self, tokens: VisualTokens) -> Tensor:
         if self.metric == "patches":

@@ -69,4 +69,4 @@ class FolderFull(Reducer):
         removals = plan_removals(self.name, n, self.budget, cls_first=True)
         penalty = 100 * self.alpha * attention.to(keys.device)
         merged = merge_in_steps(keys, removals, cls_first=True, step_order="native", penalty=penalty)
-        return mean_reduction(merged, tokens.grid, self.spec, order=self.order)
+        return mean_reduction(merged, tokens.layout, self.spec, order=self.order)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from torino.core.errors import MissingSignal
+from torino.core.frames import sequence_layout
 from torino.core.reduction import Reduction
 from torino.reducers._checks import check_choice, check_count, check_finite, check_number
 from torino.reducers._matching import mean_reduction, merge_in_steps
@@ -75,5 +76,5 @@ class FolderTower(TowerReducer):
         merged = merge_in_steps(
             keys, steps, cls_first=True, step_order="native", penalty=100 * self.alpha * attention.to(keys.device)
         )
-        step = mean_reduction(merged, (1, tokens), self.name, order="native")
+        step = mean_reduction(merged, sequence_layout(tokens), self.name, order="native")
         return step, step.sizes.to(state.sizes), None

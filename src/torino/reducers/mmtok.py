@@ -58,6 +58,7 @@ class MMTok(Reducer):
     order: Order = "raster"
 
     needs: ClassVar[frozenset[str]] = frozenset({"projected", "words"})
+    takes_frames: ClassVar[bool] = True
     paper: ClassVar[str] = "MMTok, ICLR 2026"
     merges: ClassVar[bool] = False
     adaptive: ClassVar[bool] = False
@@ -94,7 +95,9 @@ class MMTok(Reducer):
         order = np.argsort(items) if self.order == "raster" else np.arange(self.budget)
         kept = torch.from_numpy(items[order])
         assigned = nearest_kept(tokens.patches, kept)
-        return Reduction.pick(kept, tokens.grid, self.spec, score=torch.from_numpy(gains[order]), assigned=assigned)
+        return Reduction.pick(
+            kept, by=self.spec, score=torch.from_numpy(gains[order]), assigned=assigned, **tokens.layout
+        )
 
 
 def cover_rows(matrix: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

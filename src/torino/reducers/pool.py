@@ -10,7 +10,7 @@ import torch
 from torino.core.ragged import offsets_from_lengths
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
-from torino.reducers._cells import grid_cells
+from torino.reducers._cells import video_cells
 from torino.reducers._checks import budget_error, check_choice, check_count, check_flag
 from torino.reducers.base import Order, Reducer, register
 
@@ -27,6 +27,8 @@ class Pool(Reducer):
     overlap, so every patch counts once. The mean of n different patches is shorter than they are. With
     ``keep_norm=True`` it is scaled to their mean length.
 
+    Video: Frames share the budget equally. With fewer tokens than frames, each token averages a span of frames.
+
     Parameters
     ----------
     budget : int
@@ -42,6 +44,7 @@ class Pool(Reducer):
     keep_norm: bool = False
     order: Order = "raster"
 
+    takes_frames: ClassVar[bool] = True
     paper: ClassVar[str] = "none, a plain baseline"
     merges: ClassVar[bool] = True
     adaptive: ClassVar[bool] = False
@@ -58,7 +61,7 @@ class Pool(Reducer):
         """Plan one image."""
         if self.budget > len(tokens):
             raise budget_error(self.name, self.budget, len(tokens))
-        cell, center = grid_cells(tokens.grid, self.budget)
+        cell, center = video_cells(tokens.frames, tokens.grid, self.budget, min(tokens.frames, self.budget))
         order = torch.tensor(center).argsort() if self.order == "raster" else torch.arange(self.budget)
         label = order.argsort()[cell]
         sizes = label.bincount(minlength=self.budget)
@@ -79,8 +82,8 @@ class Pool(Reducer):
             anchor=torch.tensor(center)[order],
             concept=torch.full((self.budget,), -1),
             role=("primary",) * self.budget,
-            grid=tokens.grid,
             by=self.spec,
             assigned=label,
             score=torch.full((self.budget,), torch.nan),
+            **tokens.layout,
         )

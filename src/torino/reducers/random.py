@@ -13,7 +13,7 @@ from torch import Tensor
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
 from torino.reducers._checks import budget_error, check_choice, check_count, check_integer
-from torino.reducers._similarity import nearest_kept
+from torino.reducers._similarity import nearest_in_frame
 from torino.reducers.base import Order, Reducer, register
 
 SAMPLE_SIZE = 16  # number of patches that the fingerprint reads
@@ -67,7 +67,9 @@ class Random(Reducer):
         seed = image_seed(f"{self.seed} {tokens.grid}", tokens.patches)
         kept = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))[: self.budget]
         kept = kept.sort().values if self.order == "raster" else kept
-        return Reduction.pick(kept, by=self.spec, assigned=nearest_kept(tokens.patches, kept), **tokens.layout)
+        return Reduction.pick(
+            kept, by=self.spec, assigned=nearest_in_frame(tokens.patches, kept, tokens.frames), **tokens.layout
+        )
 
 
 def image_seed(prefix: str, patches: Tensor) -> int:

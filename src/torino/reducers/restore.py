@@ -71,6 +71,7 @@ class Restore(Reducer):
             )
         object.__setattr__(self, "needs", self._inner.needs)  # needs of this instance, not of the class
         object.__setattr__(self, "optional", self._inner.optional)
+        object.__setattr__(self, "takes_frames", kind.takes_frames)
 
     @property
     def position_mode(self) -> PositionMode:
@@ -112,7 +113,7 @@ class Restore(Reducer):
         order = (anchor if self.order == "raster" else first).argsort()
         label, anchor, scores = order.argsort()[label], anchor[order], scores[order]
         role = tuple(role[token] for token in order.tolist())
-        merged = mean_reduction(MergedSequence(label, anchor), tokens.grid, self.spec, order="native")
+        merged = mean_reduction(MergedSequence(label, anchor), tokens.layout, self.spec, order="native")
         return replace(merged, role=role, score=scores)
 
 

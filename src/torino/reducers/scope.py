@@ -56,6 +56,7 @@ class Scope(Reducer):
 
     needs: ClassVar[frozenset[str]] = frozenset({"cls_attention"})
     emits_cls: ClassVar[bool] = False
+    takes_frames: ClassVar[bool] = True
     paper: ClassVar[str] = "Deng et al., NeurIPS 2025, arXiv 2510.24214"
     merges: ClassVar[bool] = False
     adaptive: ClassVar[bool] = False
@@ -103,8 +104,8 @@ class Scope(Reducer):
             assigned = np.append(np.argsort(order), -1)[assigned]
         return Reduction.pick(
             torch.from_numpy(kept),
-            tokens.grid,
-            self.spec,
+            by=self.spec,
             score=torch.from_numpy(score / UNIT),
             assigned=torch.from_numpy(assigned),
+            **tokens.layout,
         )

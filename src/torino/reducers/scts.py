@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from torino.core.concepts import ConceptEncoder, Concepts
+from torino.core.frames import Layout
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import stage
 from torino.core.tokens import VisualTokens, ragged_patches
@@ -66,6 +67,7 @@ class SCTS(Reducer):
     coverage: Coverage = "max"
     order: Order = "raster"
 
+    takes_frames: ClassVar[bool] = True
     paper: ClassVar[str] = "after the abstract of Li et al., SCTS, ACL 2026 (long 1282)"
     merges: ClassVar[bool] = False
     adaptive: ClassVar[bool] = False
@@ -98,9 +100,9 @@ class SCTS(Reducer):
             parts = [part.cpu().split(lengths) for part in (concepts.indices, concepts.values, concepts.peak)]
         with stage("selection"):
             per_image = zip(images, *parts, strict=True)
-            return ReductionBatch.of([self._plan(image.grid, Concepts(*part)) for image, *part in per_image])
+            return ReductionBatch.of([self._plan(image.layout, Concepts(*part)) for image, *part in per_image])
 
-    def _plan(self, grid: tuple[int, int], concepts: Concepts) -> Reduction:
+    def _plan(self, layout: Layout, concepts: Concepts) -> Reduction:
         indices = concepts.indices.numpy()
         active = (indices >= 0) & (concepts.values.numpy() > 0)
         weight = concepts.values.double().numpy() if self.coverage == "max" else np.ones(indices.shape)
@@ -128,10 +130,10 @@ class SCTS(Reducer):
             anchor=torch.from_numpy(kept[order]),
             concept=torch.from_numpy(concept[order]),
             role=tuple(np.where(order < len(selected), "primary", "padding").tolist()),
-            grid=grid,
             by=self.spec,
             assigned=torch.from_numpy(assigned),
             score=torch.from_numpy(score[order]).float(),
+            **layout,
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torino.core.errors import BadTokens
+from torino.core.frames import sequence_layout
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
 from torino.reducers._checks import check_choice, check_count, check_flag, read_signal
@@ -64,6 +65,7 @@ class ToMe(Reducer):
     needs: ClassVar[frozenset[str]] = frozenset({"head_keys"})
     merges: ClassVar[bool] = True
     cost: ClassVar[str] = "O(steps·N²·D/H)"
+    takes_frames: ClassVar[bool] = True
     paper: ClassVar[str] = "Bolya et al., ToMe, ICLR 2023, arXiv 2210.09461"
     original_license: ClassVar[str] = "CC BY-NC 4.0"
 
@@ -80,7 +82,7 @@ class ToMe(Reducer):
         keys = read_signal(tokens, "head_keys", self.name, (len(tokens), None))
         removals = plan_removals(self.name, len(tokens), self.budget, cls_first=self.class_token, steps=self.steps)
         merged = merge_in_steps(keys, removals, cls_first=self.class_token, step_order=self.step_order)
-        return mean_reduction(merged, tokens.grid, self.spec, order=self.order)
+        return mean_reduction(merged, tokens.layout, self.spec, order=self.order)
 
 
 def tome_step(
@@ -125,7 +127,7 @@ def tome_step(
         )
     r = min(r, (len(keys) + class_token - 1) // 2)
     merged = merge_in_steps(keys, [r], cls_first=class_token, step_order=order)
-    return mean_reduction(merged, (1, len(keys)), by, order=order, sizes=sizes)
+    return mean_reduction(merged, sequence_layout(len(keys)), by, order=order, sizes=sizes)
 
 
 def merged_sizes(step: Reduction, sizes: Tensor) -> Tensor:

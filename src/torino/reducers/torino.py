@@ -21,6 +21,7 @@ from torino.core.device_grouping import device_groups, device_shared_concepts
 from torino.core.errors import BadParameter, UnmetBudget
 from torino.core.frames import Layout
 from torino.core.grouping import Groups, Ints, Silent, group_by_overlap, shared_concepts
+from torino.core.placement import Place, place_merged
 from torino.core.planner import plans_with_torch
 from torino.core.ragged import offsets_from_lengths
 from torino.core.reduction import Reduction, ReductionBatch
@@ -267,15 +268,24 @@ class TorinoMerge(TorinoBase):
         G + N tokens are possible.
     scale : {"log", "mean", "sqrt", "sum"}
         Factor on the sum of a group of n patches: (1 + ln n)/n as in the paper, 1/n, 1/√n, or 1.
+    place : {"anchor", "median", "first"}
+        Where a merged token is: at its patch with the highest a(i) as in the paper, at the median frame, row and column
+        of its patches, or at the median row and column of those in its first frame.
     """
 
     scale: Scale = "log"
+    place: Place = "anchor"
     merges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Validate the hyperparameters."""
         super().__post_init__()
         check_choice("scale", self.scale, Scale)
+        check_choice("place", self.place, Place)
+
+    def plan_batch(self, images: Sequence[VisualTokens]) -> ReductionBatch:
+        """Plan all images at once, with one pass of the SAE and one grouping."""
+        return place_merged(super().plan_batch(images), self.place)
 
     def padding_pool(self, is_representative: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return all patches."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torino.core.concepts import ConceptEncoder, Concepts, Rank
 from torino.core.errors import BadParameter, UnmetBudget
 from torino.core.grouping import Groups, Ints, shared_concepts
+from torino.core.placement import Place, place_merged
 from torino.core.planner import plans_with_torch
 from torino.core.ragged import offsets_from_lengths
 from torino.core.reduction import Reduction, ReductionBatch
@@ -26,14 +27,11 @@ from torino.core.timing import stage
 from torino.core.tokens import VisualTokens, ragged_patches
 from torino.reducers._checks import check_choice, check_count, check_encoder, check_flag, check_number
 from torino.reducers._device_coverage import coverage_plan
+from torino.reducers._sparse_coverage import TIE, CodeIndex, Decay, Floats, sparse_coverage, time_factors
 from torino.reducers.base import AttentionMode, Order, PositionMode, Reducer, register
 from torino.reducers.device import plan_on_device
 
 Mode = Literal["merge", "prune"]
-Floats = NDArray[np.float32]
-# Gains within TIE of the highest one (in patches) count as equal to it, and gains and overlaps up to TIE count as 0. So
-# rounding, which depends on the order of summation, does not change the selection.
-TIE = 1e-4
 
 
 @register("torino-x")
@@ -83,6 +81,9 @@ class TorinoX(Reducer):
     locality : float, optional
         Distance at which overlap decays, as a share of the side of a square image. None: overlap does not depend on
         distance.
+    time_locality : float, optional
+        In a video, the number of frames over which overlap decays. None: overlap does not depend on time, and the cost
+        grows with the square of the number of frames.
     mode : {"merge", "prune"}
         Merge as above, or keep the selected patches unchanged.
     order : {"raster", "native"}
@@ -94,6 +95,9 @@ class TorinoX(Reducer):
     proportional : bool
         Whether to use proportional attention in the language model, if the model supports it
         (:mod:`torino.vlm.attention`).
+    place : {"anchor", "median", "first"}
+        Where a merged token is: at its selected patch, at the median frame, row and column of its patches, or at the
+        median row and column of those in its first frame.
     """
 
     sae: ConceptEncoder
@@ -102,14 +106,17 @@ class TorinoX(Reducer):
     pooled: bool = False
     concepts: int = 8
     locality: float | None = 0.2
+    time_locality: float | None = 4.0
     mode: Mode = "merge"
     order: Order = "raster"
     positions: PositionMode = "original"
     proportional: bool = True
+    place: Place = "anchor"
 
     paper: ClassVar[str] = "ours, beyond the TORINO paper"
     always_shown: ClassVar[tuple[str, ...]] = ("locality", "proportional")
     adaptive: ClassVar[bool] = True
+    takes_frames: ClassVar[bool] = True
     merges: ClassVar[bool] = True
     cost: ClassVar[str] = "O(N·D·C + B·N²) at worst"
     original_license: ClassVar[str] = "ours"
@@ -122,6 +129,11 @@ class TorinoX(Reducer):
         check_number("locality", 1.0 if self.locality is None else self.locality)
         if self.locality == 0:
             raise BadParameter("locality must be above 0, got 0: no two patches would overlap. Use None for no limit.")
+        check_number("time_locality", 1.0 if self.time_locality is None else self.time_locality)
+        if self.time_locality == 0:
+            raise BadParameter(
+                "time_locality must be above 0, got 0: no two frames would overlap. Use None for no limit."
+            )
         check_flag("pooled", self.pooled)
         if self.pooled and self.budget is None:
             raise BadParameter("pooled=True shares a budget among images, so it needs budget=..., got None.")
@@ -129,6 +141,7 @@ class TorinoX(Reducer):
         check_choice("order", self.order, Order)
         check_choice("positions", self.positions, PositionMode)
         check_flag("proportional", self.proportional)
+        check_choice("place", self.place, Place)
         check_encoder(self.sae)
 
     @property
@@ -159,11 +172,12 @@ class TorinoX(Reducer):
             with stage("sae"):  # encoding and selection are one sequence of operations on the device
                 batch = plan_on_device(self, images)
             if batch is not None:
-                return batch
+                return place_merged(batch, self.place)
         codes = self._encode(images)
         with stage("grouping"):
             limits = self._token_limits(images, codes)
-            return ReductionBatch.of([self._plan(*args) for args in zip(images, codes, limits, strict=True)])
+            batch = ReductionBatch.of([self._plan(*args) for args in zip(images, codes, limits, strict=True)])
+            return place_merged(batch, self.place)
 
     def device_rule(self, grid: tuple[int, int], latents: int, device: torch.device) -> tuple[int, Rank, Any] | None:
         """Return the number of concepts, their rank and the rule for planning on a device; None if unsupported."""
@@ -205,6 +219,8 @@ class TorinoX(Reducer):
         return greedy_coverage(overlap, self.patch_weights(codes), max_tokens, min_gain)
 
     def _all_gains(self, image: VisualTokens, codes: Concepts) -> Floats:
+        if self._is_sparse(image):
+            return self.cover_sparsely(image, codes, len(codes), 0.0)[1]
         return self.select(image, codes, self._overlap(image, codes), len(codes), 0.0)[1]
 
     def _encode(self, images: Sequence[VisualTokens]) -> list[Concepts]:
@@ -220,7 +236,25 @@ class TorinoX(Reducer):
 
     def _overlap(self, image: VisualTokens, codes: Concepts) -> Floats:
         overlap = code_overlap(codes)
+        if image.frames > 1:
+            overlap = apply_time_locality(overlap, image.frames, self.time_locality)
         return overlap if self.locality is None else apply_locality(overlap, image.grid, self.locality)
+
+    def _is_sparse(self, image: VisualTokens) -> bool:
+        """Return whether overlaps are computed on demand; ablations can change the dense rule."""
+        return image.frames > 1 and type(self) is TorinoX
+
+    def cover_sparsely(
+        self, image: VisualTokens, codes: Concepts, max_tokens: int, min_gain: float
+    ) -> tuple[Ints, Floats, Ints, Floats]:
+        """Select patches of a video; see :func:`torino.reducers._sparse_coverage.sparse_coverage`."""
+        if self.locality is None:
+            factors = [np.ones((n, n), np.float32) for n in image.grid]
+        else:
+            factors = list(locality_factors(image.grid, self.locality))
+        decay = Decay(factors[0], factors[1], time_factors(image.frames, self.time_locality))
+        index, raster = CodeIndex(unit_codes(codes, silent_column=True), decay), self.order == "raster"
+        return sparse_coverage(index, self.patch_weights(codes), max_tokens, min_gain, lowest_first=raster)
 
     def _token_limits(self, images: Sequence[VisualTokens], codes: Sequence[Concepts]) -> list[int]:
         """Return the maximal number of tokens of each image; with a budget, the exact number."""
@@ -254,11 +288,9 @@ class TorinoX(Reducer):
         return np.bincount(image[taken], minlength=len(gains)).tolist()
 
     def _plan(self, image: VisualTokens, codes: Concepts, max_tokens: int) -> Reduction:
-        overlap = self._overlap(image, codes)
-        kept, gains = self._select_in_order(image, codes, overlap, max_tokens)
-        assigned = _assign_patches(overlap, kept)
+        kept, gains, assigned, share = self._cover(image, codes, max_tokens)
         if self.mode == "merge":
-            sources, token, weight = _merge_patches(image.patches, overlap, kept, assigned)
+            sources, token, weight = _merge_patches(image.patches, share, kept, assigned)
         else:
             sources, token, weight = kept, np.arange(len(kept)), np.ones(len(kept), np.float32)
         return Reduction(
@@ -268,20 +300,29 @@ class TorinoX(Reducer):
             anchor=torch.from_numpy(kept),
             concept=_token_concepts(codes, assigned, len(kept)),
             role=("primary",) * len(kept),
-            grid=image.grid,
             by=self.spec,
             assigned=torch.from_numpy(assigned),
             score=torch.from_numpy(gains),
+            **image.layout,
         )
 
-    def _select_in_order(
-        self, image: VisualTokens, codes: Concepts, overlap: Floats, max_tokens: int
-    ) -> tuple[Ints, Floats]:
-        """Return the selected patches in the order of the output and their gains."""
+    def _cover(self, image: VisualTokens, codes: Concepts, max_tokens: int) -> tuple[Ints, Floats, Ints, Floats]:
+        """Return the selected patches in output order, their gains, the token of each patch and the overlap with it."""
         min_gain = self.min_gain if self.budget is None else 0.0
+        if self._is_sparse(image):
+            kept, gains, owner, share = self.cover_sparsely(image, codes, max_tokens, min_gain)
+            order = self._output_order(kept)
+            token = np.full(len(image) + 1, -1)
+            token[kept[order]] = np.arange(len(kept))
+            return kept[order], gains[order], token[owner], share
+        overlap = self._overlap(image, codes)
         kept, gains = self.select(image, codes, overlap, max_tokens, min_gain)
-        order = np.argsort(kept) if self.order == "raster" else np.arange(len(kept))
-        return kept[order], gains[order]
+        order = self._output_order(kept)
+        assigned = _assign_patches(overlap, kept[order])
+        return kept[order], gains[order], assigned, overlap[kept[order][assigned], np.arange(len(assigned))]
+
+    def _output_order(self, kept: Ints) -> Ints:
+        return np.argsort(kept) if self.order == "raster" else np.arange(len(kept))
 
 
 def _assign_patches(overlap: Floats, kept: Ints) -> Ints:
@@ -291,16 +332,16 @@ def _assign_patches(overlap: Floats, kept: Ints) -> Ints:
     return assigned
 
 
-def _merge_patches(patches: Tensor, overlap: Floats, kept: Ints, assigned: Ints) -> tuple[Ints, Ints, Floats]:
+def _merge_patches(patches: Tensor, share: Floats, kept: Ints, assigned: Ints) -> tuple[Ints, Ints, Floats]:
     """Return the patches that are merged, sorted by token, with the token and the weight of each.
 
-    Weights are proportional to the overlap with the selected patch. They are scaled so that the weighted sum has the
-    length of the selected patch.
+    Weights are proportional to ``share``, the overlap of each patch with its selected patch. They are scaled so that
+    the weighted sum has the length of the selected patch.
     """
     unassigned = (assigned < 0).sum()  # these come first in the sorted order
     sources = np.lexsort((np.arange(len(assigned)), assigned))[unassigned:]
     token = assigned[sources]
-    weight = overlap[kept[token], sources]
+    weight = share[sources]
     values = patches.detach().float().cpu().numpy()
     length = np.linalg.norm(csr_array((weight, (token, sources)), (len(kept), len(values))) @ values, axis=1)
     weight *= (np.linalg.norm(values[kept], axis=1) / np.maximum(length, 1e-12))[token]
@@ -321,27 +362,50 @@ def relative_peaks(peak: NDArray[np.float64]) -> NDArray[np.float64]:
     return positive / positive.mean() if positive.any() else np.ones_like(positive)
 
 
-def code_overlap(codes: Concepts) -> Floats:
-    """Return the product of the normalized codes of all pairs of patches, (N, N): 1 if equal, 0 if disjoint."""
+def unit_codes(codes: Concepts, *, silent_column: bool = False) -> csr_array:
+    """Return the codes as rows of length 1, with one column for each latent that occurs.
+
+    Rows of patches without active concepts are empty, or with ``silent_column`` share another column.
+    """
     index, value = codes.indices.numpy(), codes.values.numpy()
     active = (index >= 0) & (value > 0)  # raw coordinates may be negative
     value = value[active]
     _, column = np.unique(index[active], return_inverse=True)
     row = np.repeat(np.arange(len(index)), active.sum(1))
     norm = np.sqrt(np.bincount(row, value.astype(np.float64) ** 2, len(index))).astype(np.float32)
-    normalized = csr_array((value / norm[row], (row, column)), shape=(len(index), int(column.max(initial=0)) + 1))
+    value, columns = value / norm[row], int(column.max(initial=0)) + 1
+    if silent_column:
+        silent = np.flatnonzero(~active.any(1))
+        row, column = np.concatenate([row, silent]), np.concatenate([column, np.full(len(silent), columns)])
+        value = np.concatenate([value, np.ones(len(silent), value.dtype)])
+    return csr_array((value, (row, column)), shape=(len(index), columns + silent_column))
+
+
+def code_overlap(codes: Concepts) -> Floats:
+    """Return the product of the normalized codes of all pairs of patches, (N, N): 1 if equal, 0 if disjoint."""
+    normalized = unit_codes(codes)
     overlap: Floats = (normalized @ normalized.T).toarray()
-    silent = np.flatnonzero(~active.any(1))
+    silent = np.flatnonzero(np.diff(cast(Any, normalized).indptr) == 0)
     overlap[np.ix_(silent, silent)] = 1.0  # patches without active concepts count as equal
     np.fill_diagonal(overlap, 1.0)
     return overlap
 
 
 def apply_locality(overlap: Floats, grid: tuple[int, int], locality: float) -> Floats:
-    """Multiply overlaps by exp(−d²/2r²) at a distance of d patches, with r = locality · √N."""
+    """Multiply overlaps by exp(−d²/2r²) at a distance of d patches, with r = locality · √N; N patches are a frame."""
     rows, columns = locality_factors(grid, locality)
-    pairs = overlap.reshape(*grid, *grid) * rows[:, None, :, None]
-    pairs *= columns[None, :, None, :]
+    frames = len(overlap) // (grid[0] * grid[1])
+    pairs = overlap.reshape(frames, *grid, frames, *grid) * rows[:, None, None, :, None]
+    pairs *= columns[None, :, None, None, :]
+    return pairs.reshape(overlap.shape)
+
+
+def apply_time_locality(overlap: Floats, frames: int, time_locality: float | None) -> Floats:
+    """Multiply overlaps by the factors of :func:`torino.reducers._sparse_coverage.time_factors`."""
+    distance = np.abs(np.subtract.outer(np.arange(frames), np.arange(frames)))
+    factors = time_factors(frames, time_locality)[distance]
+    size = len(overlap) // frames
+    pairs = overlap.reshape(frames, size, frames, size) * factors[:, None, :, None]
     return pairs.reshape(overlap.shape)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
-from torino.reducers._cells import grid_cells
+from torino.reducers._cells import video_cells
 from torino.reducers._checks import budget_error, check_choice, check_count
 from torino.reducers.base import Order, Reducer, register
 
@@ -22,6 +22,8 @@ class Uniform(Reducer):
     The patch grid is divided into B rectangular cells of nearly equal size, as square as possible, and the patch at the
     center of each cell is kept. It represents the patches of its cell. Reads no signal and not even the patches.
 
+    Video: Frames share the budget equally. With fewer tokens than frames, spans of frames have one each.
+
     Parameters
     ----------
     budget : int
@@ -33,6 +35,7 @@ class Uniform(Reducer):
     budget: int
     order: Order = "raster"
 
+    takes_frames: ClassVar[bool] = True
     paper: ClassVar[str] = "none, a plain baseline"
     merges: ClassVar[bool] = False
     adaptive: ClassVar[bool] = False
@@ -48,7 +51,7 @@ class Uniform(Reducer):
         """Plan one image."""
         if self.budget > len(tokens):
             raise budget_error(self.name, self.budget, len(tokens))
-        cell, center = grid_cells(tokens.grid, self.budget)
+        cell, center = video_cells(tokens.frames, tokens.grid, self.budget, min(tokens.frames, self.budget))
         order = torch.tensor(center).argsort() if self.order == "raster" else torch.arange(self.budget)
         position = order.argsort()
-        return Reduction.pick(torch.tensor(center)[order], tokens.grid, self.spec, assigned=position[cell])
+        return Reduction.pick(torch.tensor(center)[order], by=self.spec, assigned=position[cell], **tokens.layout)
