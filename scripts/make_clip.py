@@ -22,7 +22,7 @@ from torino.datasets.video import Video
 
 SHOTS = (  # photo, seconds, first and last window
     ("coffee", 1.6, (0.5, 0.5, 1.0), None),
-    ("rocket", 1.6, (0.0, 0.6, 0.6), (1.0, 0.6, 0.6)),
+    ("rocket", 1.6, (0.3, 0.6, 0.6), (0.7, 0.6, 0.6)),
     ("chelsea", 1.6, (0.5, 0.5, 1.0), (0.45, 0.45, 0.45)),
     ("astronaut", 1.6, (0.5, 0.5, 1.0), None),
 )

@@ -10,7 +10,7 @@ const SIZES = [
   ["desktop", { viewport: DESKTOP, colorScheme: "light" }],
   ["phone", { viewport: PHONE, colorScheme: "dark", hasTouch: true, isMobile: true }],
 ];
-const TIME = { timeout: 180_000 };
+const TIME = { timeout: 400_000 };
 let all;
 
 before(async () => {

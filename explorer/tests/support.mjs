@@ -70,7 +70,7 @@ export async function startAll() {
 export async function inPage(all, options, work) {
   const context = await all.browser.newContext({ viewport: DESKTOP, ...options });
   const page = await context.newPage();
-  page.setDefaultTimeout(60_000);
+  page.setDefaultTimeout(150_000);
   const problems = [];
   const requests = [];
   page.on("console", (entry) => ["error", "warning"].includes(entry.type()) && problems.push(entry.text()));

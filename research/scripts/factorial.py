@@ -1,6 +1,7 @@
 r"""Evaluate all methods under every combination of positions and attention, with ``torino eval``.
 
-Each combination is one run in ``OUTPUT/POSITIONS-ATTENTION``, done by several processes that share the questions. A
+Each combination is one run in ``OUTPUT/POSITIONS-ATTENTION``, or in ``OUTPUT/POSITIONS-ATTENTION.PART`` with
+``--part``, so that methods can be added later. It is done by several processes that share the questions. A
 killed script continues where it stopped when it is started again. Combinations that are named first are run first.
 
 Examples
@@ -22,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-TASKS = ("Lab-POPE", "Lab-VQAv2", "Lab-OKVQA", "Lab-DAQUAR", "Lab-Collage", "Lab-Small")
+TASKS = ("Lab-POPE", "Lab-VQAv2", "Lab-OKVQA", "Lab-DAQUAR", "Lab-Collage", "Lab-Small", "Lab-Signs")
 COMBINATIONS = (
     "compact-plain",
     "original-proportional",
@@ -43,24 +44,30 @@ def command(args: argparse.Namespace, combination: str, shard: int) -> list[str]
     words = [sys.executable, "-m", "torino", "eval", "--model", args.model, "--data", str(args.data)]
     words += ["--tasks", ",".join(args.tasks), "--methods", args.methods, "--kd", "none", "--budget", args.budget]
     words += ["--positions", positions, "--attention", attention, "--batch", str(args.batch)]
-    words += ["--shard", f"{shard}/{args.processes}", "-o", str(args.output / combination)]
+    words += ["--shard", f"{shard}/{args.processes}", "-o", str(args.output / folder_of(args, combination))]
     words += [word for sae in args.sae for word in ("--sae", sae)]
+    words += ["--limit", str(args.limit)] if args.limit else []
     return [*words, *(["--dtype", args.dtype] if args.dtype else [])]
+
+
+def folder_of(args: argparse.Namespace, combination: str) -> str:
+    """Return the name of a run's folder."""
+    return f"{combination}.{args.part}" if args.part else combination
 
 
 def run(args: argparse.Namespace, combination: str) -> None:
     """Run one combination with several processes, and stop if one of them fails."""
-    began = time.monotonic()
+    began, name = time.monotonic(), folder_of(args, combination)
     args.output.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for shard in range(1, args.processes + 1):
-            with (args.output / f"{combination}-{shard}.log").open("ab") as log:
+            with (args.output / f"{name}-{shard}.log").open("ab") as log:
                 words = command(args, combination, shard)
                 processes.append(subprocess.Popen(words, stdout=log, stderr=log, env=environment))
             if shard == 1 and args.processes > 1:  # the first process writes run.json
-                while not (args.output / combination / "run.json").exists() and processes[0].poll() is None:
+                while not (args.output / name / "run.json").exists() and processes[0].poll() is None:
                     time.sleep(0.5)
         codes = [process.wait() for process in processes]
     finally:
@@ -68,8 +75,8 @@ def run(args: argparse.Namespace, combination: str) -> None:
             if process.poll() is None:
                 process.terminate()
     if any(codes):
-        raise SystemExit(f"{combination} failed with exit codes {codes}; see {args.output}/{combination}-*.log.")
-    print(f"{combination}: {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
+        raise SystemExit(f"{name} failed with exit codes {codes}; see {args.output}/{name}-*.log.")
+    print(f"{name}: {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
 
 
 def main() -> None:
@@ -77,11 +84,13 @@ def main() -> None:
     add = parser.add_argument
     add("--model", default="lab", help="model for torino eval (default: %(default)s)")
     add("--data", type=Path, required=True, help="folder of make_tasks.py")
-    add("--tasks", nargs="+", default=list(TASKS), help="tasks, fixed beforehand (default: six)")
+    add("--tasks", nargs="+", default=list(TASKS), help="tasks, fixed beforehand (default: seven)")
     add("--methods", default="all", help="methods for torino eval (default: %(default)s)")
+    add("--part", help="suffix of the folders, for a run of further methods")
     add("--sae", nargs="+", default=["lab"], help="SAE for torino eval (default: %(default)s)")
     add("--budget", default=BUDGETS, help="tokens (default: %(default)s)")
     add("--combinations", nargs="+", choices=COMBINATIONS, default=list(COMBINATIONS), metavar="POSITIONS-ATTENTION")
+    add("--limit", type=int, help="questions of each task at most, drawn at random (default: all)")
     add("--batch", type=int, default=16, help="answers that are generated together (default: %(default)s)")
     add("--dtype", default="bfloat16", help="precision; empty for the model's own (default: %(default)s)")
     add("--processes", type=int, default=2, help="processes that share a run (default: %(default)s)")

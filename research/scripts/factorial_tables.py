@@ -91,9 +91,9 @@ class Half:
             group = groups.setdefault((method, setting.budget), {})
             for task, stats in tasks.items():
                 group.setdefault(task, []).append(stats)
-        self.scores[folder.name] = {
-            key: {task: _mean(stats) for task, stats in group.items()} for key, group in groups.items()
-        }
+        combination = self.scores.setdefault(folder.name.split(".")[0], {})
+        for key, group in groups.items():
+            combination[key] = {task: _mean(stats) for task, stats in group.items()}
 
     def relative(self, combination: str, method: str, budget: int) -> float:
         """Return a relative score."""

@@ -55,7 +55,7 @@ def test_a_group_has_one_color_in_all_frames() -> None:
     assert (cells[0][5, 5] == cells[1][5, 5]).all()  # the same group, over two frames
     assert not (cells[1][5, 15] == cells[1][5, 5]).all()  # another group
     assert (cells[2][5, 5] == np.asarray(images[0])[0, 0]).all()  # a token of its own keeps its colors
-    assert (cells[2][15, 15] < cells[2][5, 5]).all()  # dropped patches are dark
+    assert cells[2][15, 15].sum() < cells[2][5, 5].sum() / 2  # dropped patches are dark
 
 
 def test_film_shows_the_frames_and_grows_with_them() -> None:

@@ -116,7 +116,8 @@ def pan_clips(corpus: Corpus, rng: Random) -> Iterator[ClipQuestions]:
     while True:
         photo = corpus.open_photo(rng.choice(wide))
         to_right = rng.random() < 0.5
-        ends: tuple[Window, Window] = ((0.0, 0.5, 1.0), (1.0, 0.5, 1.0))
+        edge = photo.height / photo.width / 2  # the center of what the camera sees at the left end
+        ends: tuple[Window, Window] = ((edge, 0.5, 1.0), (1 - edge, 0.5, 1.0))
         shot = Shot(photo, float(SECONDS), *(ends if to_right else ends[::-1]))
         question = "Does the camera move to the left or to the right?"
         answer = "right" if to_right else "left"

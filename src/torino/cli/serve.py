@@ -16,7 +16,6 @@ from torino.cli._common import (
     DeviceOption,
     DtypeOption,
     KeepOption,
-    MethodOption,
     PaddingOption,
     PositionsOption,
     SaeOption,
@@ -26,7 +25,7 @@ from torino.cli._common import (
     parse_share,
 )
 from torino.cli._stop import on_stop
-from torino.core.defaults import DEFAULT_METHOD
+from torino.core.defaults import DEFAULT_METHOD, KD_METHOD
 from torino.core.errors import BadParameter
 
 if TYPE_CHECKING:
@@ -50,7 +49,13 @@ LIMITS, NETWORK = "Limits", "Network"
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub name, folder, or installed model package.")] = LAB,
     sae: SaeOption = None,
-    method: MethodOption = DEFAULT_METHOD,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Method by name or with options in brackets (torino list); 'none' keeps all tokens. Default: "
+            f"{DEFAULT_METHOD}, or {KD_METHOD} with a front before vLLM, which places tokens one after the other."
+        ),
+    ] = None,
     budget: BudgetOption = None,
     keep: KeepOption = None,
     engine: Annotated[
@@ -85,7 +90,10 @@ def serve(
         ),
     ] = None,
     log_format: Annotated[LogChoice, typer.Option(help="Format of the log lines.", rich_help_panel=NETWORK)] = "json",
-    batch: Annotated[int, typer.Option(min=1, help="Requests answered together.", rich_help_panel=LIMITS)] = 8,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests answered together (default: 8; vLLM: 256).", rich_help_panel=LIMITS),
+    ] = None,
     queue: Annotated[
         int, typer.Option(min=0, help="Requests that may wait; more get 429.", rich_help_panel=LIMITS)
     ] = 64,
@@ -95,8 +103,11 @@ def serve(
     max_pixels: Annotated[int, typer.Option(min=1, help="Pixels of an image.", rich_help_panel=LIMITS)] = 1 << 25,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request.", rich_help_panel=LIMITS)] = 300.0,
     cache_megabytes: Annotated[
-        int, typer.Option(min=0, help="Cache of reduced images; 0: none.", rich_help_panel=LIMITS)
-    ] = 256,
+        int | None,
+        typer.Option(
+            min=0, help="Cache of reduced images (default: 256; vLLM: 4096); 0: none.", rich_help_panel=LIMITS
+        ),
+    ] = None,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds to finish requests when stopped.", rich_help_panel=LIMITS)
     ] = 30.0,
@@ -110,6 +121,9 @@ def serve(
 
         chosen: EngineChoice = engine or ("vllm" if find_spec("vllm") is not None else "transformers")
         _check_engine(chosen, placement, words)
+        own = chosen == "vllm" and placement != "front"  # vLLM's own server
+        if method is None:
+            method = DEFAULT_METHOD if own or chosen == "transformers" else KD_METHOD
         from torino.core.extras import optional_import
 
         with optional_import("torino serve needs", "torino[serve]"):
@@ -125,6 +139,10 @@ def serve(
         check_model(model)
         if sae is None:
             sae = default_sae(method, model)
+        if batch is None:
+            batch = 256 if own else 8
+        if cache_megabytes is None:
+            cache_megabytes = 4096 if own else 256
         settings = ReductionSettings(method, sae, budget, share, positions, attention, padding)
         options = ServerOptions(
             name=name or model,

@@ -3,7 +3,7 @@
 Two sets of k concepts share at least δ of them if and only if they share a subset of size δ. So each patch gets
 binom(k, δ) keys, one per subset, and each patch is linked to the previous one with the same key. This graph has the
 same components as the paper's token graph, but costs O(N·binom(k, δ)) instead of O(k²N²). All images of a batch are
-processed at once, without a loop over patches or pairs. For δ = k a patch has one key and no graph is needed.
+processed at once, without a loop over patches or pairs.
 
 Inside this module a silent slot is a slot without an active latent, and a silent patch has only silent slots. Links
 between patches are two arrays of equal length, ``source`` and ``target``; their direction does not matter.
@@ -12,15 +12,15 @@ between patches are two arrays of equal length, ``source`` and ``target``; their
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from math import comb
-from typing import Any, Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from torino.core.checks import check_choice, check_type, to_integer
@@ -31,6 +31,7 @@ from torino.core.topk.exact import SILENT
 
 Silent = Literal["group", "keep", "literal"]
 Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 MAX_KEYS = 64  # with more subsets per patch, counting shared concepts by a sparse product is cheaper
 PRODUCT_ROWS = 1024  # patches per block of that product; bounds its memory
@@ -122,13 +123,17 @@ def group_by_overlap(
         )
     if silent == "literal":
         concepts = concepts.literal()
-    lengths = np.array([len(concepts)]) if offsets is None else offsets.diff().cpu().numpy()
-    image = np.repeat(np.arange(len(lengths)), lengths)
+    image = None
+    if offsets is not None and len(offsets) > 2:
+        image = np.repeat(np.arange(len(offsets) - 1), offsets.diff().cpu().numpy())
 
-    symbols, first_silent, silent_patches = _symbols(concepts.indices.cpu().numpy())
-    grouped = silent_patches if silent == "group" else np.zeros_like(silent_patches)
-    label = _components(symbols, first_silent, delta, image, grouped)
-    return _number_groups(label, image, len(lengths), concepts.indices.device)
+    columns, first_silent, silent_patches = _symbols(concepts.indices.cpu().numpy())
+    grouped = silent_patches if silent == "group" else None
+    if comb(concepts.k, delta) > MAX_KEYS:
+        root = _roots_by_product(columns, first_silent, delta, image, grouped)
+    else:
+        root = _roots(columns, first_silent, delta, image, grouped)
+    return _number_groups(root, image, 1 if offsets is None else len(offsets) - 1, concepts.indices.device)
 
 
 def shared_concepts(concepts: Concepts, groups: Groups) -> Tensor:
@@ -153,141 +158,136 @@ def shared_concepts(concepts: Concepts, groups: Groups) -> Tensor:
     return torch.from_numpy(shared).to(concepts.indices.device)
 
 
-def _symbols(indices: Ints) -> tuple[Ints, int, NDArray[np.bool_]]:
-    """Return sorted rows of symbols, the first symbol above the latents, and a mask of the silent patches.
+def _symbols(indices: Ints) -> tuple[Ints, int, Mask | None]:
+    """Return columns of symbols, sorted per patch, the first symbol above the latents, and a mask of silent patches.
 
     The silent slots of a row become the symbols ``first_silent``, ``first_silent + 1``, … in their order. With this
-    numbering two rows with s_i and s_j silent slots share min(s_i, s_j) of them, and every row is a set.
+    numbering two rows with s_i and s_j silent slots share min(s_i, s_j) of them, and every row is a set. The mask is
+    None if no patch is silent.
     """
-    is_silent = indices == SILENT
-    first_silent = int(indices.max()) + 1
-    symbols = indices.copy()
-    if is_silent.any():
-        symbols = np.where(is_silent, first_silent - 1 + is_silent.cumsum(1), indices)
-    symbols.sort(axis=1)
-    duplicate = symbols[:, 1:] == symbols[:, :-1]
+    first_silent, silent_patches = int(indices.max()) + 1, None
+    if int(indices.min()) == SILENT:
+        is_silent = indices == SILENT
+        indices = np.where(is_silent, first_silent - 1 + is_silent.cumsum(1), indices)
+        silent_patches = is_silent.all(1)
+        silent_patches = silent_patches if silent_patches.any() else None
+    columns = np.ascontiguousarray(np.sort(indices, axis=1).T)
+    duplicate = columns[1:] == columns[:-1]
     if duplicate.any():
-        row = int(duplicate.any(1).nonzero()[0][0])
-        raise BadParameter(f"Patch {row} has the same concept twice. The top-k concepts of a patch must be distinct.")
-    return symbols, first_silent, is_silent.all(1)
+        patch = int(duplicate.any(0).nonzero()[0][0])
+        raise BadParameter(f"Patch {patch} has the same concept twice. The top-k concepts of a patch must be distinct.")
+    return columns, first_silent, silent_patches
 
 
-def _components(symbols: Ints, first_silent: int, delta: int, image: Ints, grouped: NDArray[np.bool_]) -> Ints:
-    """Return the component of each patch; the silent patches in the mask ``grouped`` form one group per image."""
-    patches, k = symbols.shape
-    if comb(k, delta) > MAX_KEYS:
-        return _components_by_product(symbols, first_silent, delta, image, grouped)
-    if delta == k:  # one key per patch, which identifies the component
-        label = image
-        for column in symbols.T:
-            label = _combine(label, column, first_silent + k)
-        silent_patches = symbols[:, 0] >= first_silent
-        # silent patches have no key: they get negative labels, one per image if they are grouped, else one per patch
-        silent_label = np.where(grouped, -1 - image, -1 - len(image) - np.arange(patches))
-        label = np.where(silent_patches, silent_label, label)
-        return np.unique(label, return_inverse=True)[1].reshape(-1)
-    subsets = np.array(list(combinations(range(k), delta))).T
-    columns = np.ascontiguousarray(symbols.T)  # rows are sorted: active latents come first
-    key = np.tile(image, (subsets.shape[1], 1))
-    for column in subsets:
-        key = _combine(key, columns[column], first_silent + k)
-    patch = np.tile(np.arange(patches), subsets.shape[1])
-    key = key.reshape(-1)
-    if symbols[:, -1].max() >= first_silent:  # a subset needs an active latent
-        is_active = (columns[subsets[0]] < first_silent).reshape(-1)
-        patch, key = patch[is_active], key[is_active]
-    source, target = _link_same_key(patch, key)
-    if grouped.any():
-        silent_source, silent_target = _link_grouped(grouped, image)
-        source, target = np.concatenate([source, silent_source]), np.concatenate([target, silent_target])
-    return _connected(source, target, patches)
+def _roots(columns: Ints, first_silent: int, delta: int, image: Ints | None, grouped: Mask | None) -> Ints:
+    """Return the first patch of each patch's component; the silent patches in ``grouped`` form one group per image."""
+    k, patches = columns.shape
+    subsets = _subsets(k, delta)
+    base = first_silent + k
+    picked = columns[subsets]
+    key, bound = picked[0], base
+    for column in picked[1:]:
+        key, bound = _combine(key, bound, column, base)
+    if image is not None:
+        key, bound = _combine(key, bound, image, int(image[-1]) + 1)
+    patch = np.broadcast_to(np.arange(patches), key.shape)
+    if int(columns[-1].max()) >= first_silent:  # a subset needs an active latent, and rows are sorted
+        is_active = picked[0] < first_silent
+        key, patch = key[is_active], patch[is_active]
+    source, target = _link_same_key(key.reshape(-1), bound, patch.reshape(-1), patches)
+    root = np.arange(patches)
+    if grouped is not None:
+        root = _connect(root, *_link_grouped(grouped, image))
+    return _connect(root, source, target)
 
 
-def _link_same_key(patch: Ints, key: Ints) -> tuple[Ints, Ints]:
+@lru_cache
+def _subsets(k: int, delta: int) -> Ints:
+    """Return the subsets of size ``delta`` of ``range(k)``, shape (delta, subsets)."""
+    return np.ascontiguousarray(np.array(list(combinations(range(k), delta))).T)
+
+
+def _combine(key: Ints, bound: int, symbol: Ints, base: int) -> tuple[Ints, int]:
+    """Combine keys below ``bound`` with symbols below ``base``, without collisions or overflow."""
+    if bound >= 2**62 // base:
+        key = np.unique(key, return_inverse=True)[1].reshape(key.shape)
+        bound = int(key.max(initial=0)) + 1
+    return key * base + symbol, bound * base
+
+
+def _link_same_key(key: Ints, bound: int, patch: Ints, patches: int) -> tuple[Ints, Ints]:
     """Link each patch (source) to the previous one with the same key (target), so that keys need no nodes."""
-    key, patch = _sort_by_key(key, patch)
+    bits = patches.bit_length()
+    if bound >= 2 ** (62 - bits):
+        order = key.argsort(kind="stable")
+        key, patch = key[order], patch[order]
+    else:  # both in one integer are sorted by vector instructions
+        pairs = (key << bits) | patch
+        pairs.sort()
+        key, patch = pairs >> bits, pairs & ((1 << bits) - 1)
     same = (key[1:] == key[:-1]).nonzero()[0]  # a chain of links has the same components as links to the first patch
     return patch[same + 1], patch[same]
 
 
-def _sort_by_key(key: Ints, patch: Ints) -> tuple[Ints, Ints]:
-    """Sort pairs by key, then by patch. Both in one integer, if they fit, are sorted by vector instructions."""
-    bits = int(patch.max(initial=0)).bit_length()
-    if int(key.max(initial=0)) >= 2 ** (62 - bits):
-        order = key.argsort(kind="stable")
-        return key[order], patch[order]
-    pairs = (key << bits) | patch
-    pairs.sort()
-    return pairs >> bits, pairs & ((1 << bits) - 1)
-
-
-def _link_grouped(grouped: NDArray[np.bool_], image: Ints) -> tuple[Ints, Ints]:
+def _link_grouped(grouped: Mask, image: Ints | None) -> tuple[Ints, Ints]:
     """Link each patch in the mask ``grouped`` to the previous one of its image."""
     patch = grouped.nonzero()[0]
-    return _link_same_key(patch, image[patch])
+    source, target = patch[1:], patch[:-1]
+    if image is None:
+        return source, target
+    same = image[source] == image[target]
+    return source[same], target[same]
 
 
-def _components_by_product(
-    symbols: Ints, first_silent: int, delta: int, image: Ints, grouped: NDArray[np.bool_]
-) -> Ints:
+def _connect(root: Ints, source: Ints, target: Ints) -> Ints:
+    """Join the components of linked patches; return the first patch of each component.
+
+    Each root is hooked to a smaller root that it is linked to, and paths are shortened to length one, until all links
+    are inside a component: O(log² N) rounds at most (Liu and Tarjan, 2019), two or three in practice.
+    """
+    while True:
+        one, other = root[source], root[target]
+        differs = (one != other).nonzero()[0]
+        if not len(differs):
+            return root
+        one, other, source, target = one[differs], other[differs], source[differs], target[differs]
+        np.minimum.at(root, np.maximum(one, other), np.minimum(one, other))
+        while (shorter := root[root]).tobytes() != root.tobytes():
+            root = shorter
+
+
+def _roots_by_product(columns: Ints, first_silent: int, delta: int, image: Ints | None, grouped: Mask | None) -> Ints:
     """Compute the same by counting shared concepts, for k with too many subsets."""
-    patches, k = symbols.shape
-    is_active = symbols < first_silent
+    k, patches = columns.shape
+    is_active = first_silent > columns.T
     silent_slots = k - is_active.sum(1)
     rows, slots = is_active.nonzero()
-    columns = _combine(image[rows], symbols[rows, slots], first_silent + k)
-    _, columns = np.unique(columns, return_inverse=True)
-    shape = (patches, int(columns.max(initial=0)) + 1)
-    has = csr_array((np.ones(len(rows), np.int32), (rows, columns)), shape=shape)
+    key = columns[slots, rows]
+    if image is not None:
+        key, _ = _combine(key, first_silent, image[rows], int(image[-1]) + 1)
+    key = np.unique(key, return_inverse=True)[1]
+    shape = (patches, int(key.max(initial=0)) + 1)
+    has = csr_array((np.ones(len(rows), np.int32), (rows, key)), shape=shape)
     has_t = has.T.tocsr()
-    label = np.arange(patches)
-    source, target = _link_grouped(grouped, image)
-    label[source] = target
+    root = np.arange(patches)
+    if grouped is not None:
+        root = _connect(root, *_link_grouped(grouped, image))
     for start in range(0, patches, PRODUCT_ROWS):
         shared = (has[start : start + PRODUCT_ROWS] @ has_t).tocoo()  # only pairs that share an active concept
         source, target = shared.coords[0] + start, shared.coords[1]
         linked = shared.data + np.minimum(silent_slots[source], silent_slots[target]) >= delta
-        source = np.concatenate([source[linked], np.arange(patches)])
-        target = np.concatenate([target[linked], label])  # the links of the blocks so far
-        joined = _connected(source, target, patches)
-        label = _first_member(joined)
-    return np.unique(label, return_inverse=True)[1].reshape(-1)
+        root = _connect(root, source[linked], target[linked])
+    return root
 
 
-def _combine(key: Ints, symbol: Ints, base: int) -> Ints:
-    """Combine integer keys with another symbol, without collisions or overflow."""
-    if int(key.max(initial=0)) >= 2**62 // base:
-        key = np.unique(key, return_inverse=True)[1].reshape(key.shape)
-    return key * base + symbol
-
-
-def _connected(source: Ints, target: Ints, patches: int) -> Ints:
-    """Return the component of each patch, given the links between patches."""
-    source, target = _sort_by_key(source, target)
-    starts = np.zeros(patches + 1, np.int32)  # the index type that scipy uses
-    np.cumsum(np.bincount(source, minlength=patches), out=starts[1:])
-    links = target.astype(np.int32)
-    graph = csr_array((np.ones(len(links)), links, starts), shape=(patches, patches))
-    _, label = cast(tuple[int, NDArray[Any]], connected_components(graph, directed=False))
-    return label.astype(np.int64)
-
-
-def _first_member(label: Ints) -> Ints:
-    """Label each component by its first patch."""
-    _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
-    return first[inverse]
-
-
-def _number_groups(label: Ints, image: Ints, images: int, device: torch.device) -> Groups:
-    """Renumber components, labeled from 0 without gaps, by first appearance."""
-    first = np.empty(int(label.max()) + 1, np.int64)
-    first[label[::-1]] = np.arange(len(label) - 1, -1, -1)  # the first patch is written last
-    order = first.argsort()
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    counts = np.bincount(image[first], minlength=images)
+def _number_groups(root: Ints, image: Ints | None, images: int, device: torch.device) -> Groups:
+    """Number components, given by their first patch, by first appearance."""
+    is_first = root == np.arange(len(root))
+    label = (is_first.cumsum() - 1)[root]
+    sizes = np.bincount(label)
+    counts = [len(sizes)] if image is None else np.bincount(image[is_first], minlength=images)
     return Groups(
-        label=torch.from_numpy(rank[label]).to(device),
-        sizes=torch.from_numpy(np.bincount(label)[order]).to(device),
-        offsets=torch.from_numpy(np.concatenate([[0], counts.cumsum()])),
+        label=torch.from_numpy(label).to(device),
+        sizes=torch.from_numpy(sizes).to(device),
+        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)])),
     )

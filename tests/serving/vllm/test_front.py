@@ -17,12 +17,13 @@ import httpx2
 
 from tests.serving.vllm.tiny_models import PATCHES, photo, write_llava, write_published_llava
 from tests.support.command import run_torino
-from tests.support.serving import CHAT, CommandServer, content_of, free_port, stream_text, to_url
+from tests.support.serving import CHAT, CommandServer, content_of, free_port, metric, stream_text, to_url
 from torino import RawEmbedding, make
 from torino.serving.server import vllm as vllm_module
 from torino.serving.server.options import ServerOptions
 from torino.serving.server.plan import ServerPlan
 from torino.serving.settings import ReductionSettings
+from torino.serving.vllm.limits import MIDDLEWARE, VARIABLE, read_limits
 from torino.vlm import VLM, load_vlm
 
 QUESTION = "what is this ?"
@@ -132,7 +133,23 @@ def test_the_command_starts_vllm_with_the_plugin(tmp_path: Path, processes: list
         )
         for part in parts:
             assert post({"messages": [{"role": "user", "content": [part]}]}).status_code == 400
+        refused = (
+            (body(1, max_tokens=600), 400, "at most 512"),
+            (body(1, torino={"explain": True}), 400, "--placement front"),
+            (body(*range(41)), 400, "at most 40"),
+            ({"messages": "x" * (33 << 20)}, 413, "bytes"),
+        )
+        for given, status, words_of in refused:
+            response = post(given)
+            assert response.status_code == status, response.text
+            assert words_of in response.json()["error"]["message"]
+        elsewhere = httpx2.post(f"{server.address}/v1/responses", json={}, headers={"Authorization": "Bearer key"})
+        assert elsewhere.status_code == 404
         assert post(body(1)).status_code == 200
+        metrics = httpx2.get(f"{server.address}/metrics").text
+        assert metric(metrics, "torino_images_total") >= 3
+        assert metric(metrics, "torino_image_tokens_after_total") < metric(metrics, "torino_image_tokens_before_total")
+        assert metric(metrics, 'torino_refusals_total{reason="bytes"}') == 1
         server.process.kill()
         assert_ended(processes)
     finally:
@@ -152,5 +169,8 @@ def test_options_of_the_command_reach_vllm(tmp_path: Path, monkeypatch: pytest.M
     assert (pairs["--port"], pairs["--max-model-len"]) == ("8123", "256")
     assert pairs["--limit-mm-per-prompt"] == '{"image": 3}'
     assert pairs["--allowed-media-domains"].endswith(".invalid")
-    assert environment["VLLM_API_KEY"] == "key"
+    assert pairs["--middleware"] == MIDDLEWARE
+    assert pairs["--max-num-seqs"] == "8"
+    assert pairs["--override-generation-config"] == '{"max_new_tokens": 512}'
+    assert read_limits(environment[VARIABLE]) == (options, "json")
     assert "key" not in words

@@ -5,8 +5,15 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from dataclasses import replace
 
+from torch import Tensor
+
+from torino.core.reduction import ReductionBatch
 from torino.vlm.session import ReducedImages
+
+PLAN = ("sources", "weights", "offsets", "anchor", "concept", "assigned", "score")
+ITEM, TENSOR = 4096, 512  # bytes of the objects of an image, and of a tensor without its values
 
 
 class ImageCache:
@@ -15,7 +22,7 @@ class ImageCache:
     Parameters
     ----------
     limit : int
-        Most bytes of features; 0 keeps nothing.
+        Most bytes of images and their plans; 0 keeps nothing.
     salt : str
         Hash of everything besides the file that determines the tokens: settings, SAE, model.
     """
@@ -42,7 +49,11 @@ class ImageCache:
             return item[0]
 
     def put(self, key: str, image: ReducedImages) -> None:
-        """Add an image, and drop those that were not used for longest if there are too many bytes."""
+        """Add a copy of an image, and drop those that were not used for longest if there are too many bytes.
+
+        The tensors of images that were reduced together share memory, which a cached one would keep alive for all.
+        """
+        image = _copy(image)
         size = _size(image)
         if size > self.limit:
             return
@@ -59,7 +70,23 @@ class ImageCache:
         return len(self._items)
 
 
+def _copy(image: ReducedImages) -> ReducedImages:
+    plans = [replace(plan, **{name: getattr(plan, name).clone() for name in PLAN}) for plan in image.plans]
+    embeds = [
+        replace(
+            item,
+            features=item.features.clone(),
+            slots=item.slots.clone(),
+            sizes=None if item.sizes is None else item.sizes.clone(),
+        )
+        for item in image.embeds
+    ]
+    return replace(image, plans=ReductionBatch.of(plans), embeds=embeds)
+
+
 def _size(image: ReducedImages) -> int:
-    plans = [tensor for plan in image.plans for tensor in (plan.sources, plan.weights, plan.assigned, plan.anchor)]
-    tensors = [*plans, *[tensor for item in image.embeds for tensor in (item.features, item.slots)]]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    plans: list[Tensor | None] = [getattr(plan, name) for plan in image.plans for name in PLAN]
+    embeds = [tensor for item in image.embeds for tensor in (item.features, item.slots, item.sizes)]
+    roles = sum(len(plan.role) for plan in image.plans) * 8
+    tensors = [tensor for tensor in (*plans, *embeds) if tensor is not None]
+    return ITEM + roles + sum(TENSOR + tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -81,7 +81,8 @@ class RequestGate:
             return
         record = RequestRecord(f"req-{secrets.token_hex(12)}")
         scope.setdefault("state", {})["record"] = record
-        path, counts = str(scope["path"]), str(scope["path"]).startswith(API)
+        path = str(scope["path"])
+        counts = self.covers(path)
         self.state.running += counts
         reply = _Reply(send, record, self.state)
         try:
@@ -101,6 +102,10 @@ class RequestGate:
         finally:
             self.state.running -= counts
             self._finish(path, record, scope)
+
+    def covers(self, path: str) -> bool:
+        """Return whether requests of a path need a key, are limited and count as running."""
+        return path.startswith(API)
 
     def _check(self, scope: Scope) -> None:
         if self.state.draining:

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 
 from torino.core.extras import optional_import
+from torino.datasets.images import image_size
 from torino.serving.server.errors import ApiError, bad_request
 from torino.serving.server.options import ServerOptions
 
@@ -145,6 +146,20 @@ def read_data_url(url: str) -> bytes:
     if not data:
         raise _refused("The data: URL of an image is empty.")
     return data
+
+
+def write_data_url(data: bytes) -> str:
+    """Return a file as a ``data:`` URL; what it is follows from its content."""
+    return "data:application/octet-stream;base64," + base64.b64encode(data).decode("ascii")
+
+
+def check_pixels(data: bytes, most: int) -> None:
+    """Refuse an image file with more than ``most`` pixels, read from its header."""
+    width, height = image_size(data)
+    if width * height > most:
+        raise bad_request(
+            f"The image has {width}x{height} pixels; this server accepts up to {most:,}.", "image_url", "pixels"
+        )
 
 
 async def resolve_host(host: str, port: int) -> list[str]:

@@ -14,10 +14,16 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of its own."""
+    """The metrics of one server.
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+    Parameters
+    ----------
+    registry : CollectorRegistry, optional
+        Where they are registered; a new one by default.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"torino_{name}", text, labels, registry=self.registry)

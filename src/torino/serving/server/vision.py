@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torino.core.errors import TorinoError
-from torino.datasets.images import image_size, open_image
+from torino.datasets.images import open_image
 from torino.reducers import Reducer
 from torino.serving.server.cache import ImageCache
 from torino.serving.server.errors import ApiError, bad_request, internal_error
+from torino.serving.server.images import check_pixels
 from torino.serving.server.jobs import ImageReport
 from torino.serving.server.logs import log
 from torino.serving.server.metrics import ServerMetrics
@@ -84,13 +85,7 @@ class Vision:
                 return PreparedImage(key, found, cached=True)
         begin = time.perf_counter()
         try:
-            width, height = image_size(data)
-            if width * height > self.max_pixels:
-                raise bad_request(
-                    f"The image has {width}x{height} pixels; this server accepts up to {self.max_pixels:,}.",
-                    "image_url",
-                    "pixels",
-                )
+            check_pixels(data, self.max_pixels)
             if not self.separate:
                 open_image(data)  # a damaged file is refused before it waits
                 return PreparedImage(key, data=data)

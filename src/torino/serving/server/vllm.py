@@ -251,13 +251,18 @@ def run_plugin(plan: ServerPlan, placement: Literal["processor", "engine"]) -> i
     """
     check_installed()
     from torino.serving.vllm.launch import engine_arguments, engine_environment
+    from torino.serving.vllm.limits import MIDDLEWARE, write_limits
+    from torino.serving.vllm.limits import VARIABLE as LIMITS
 
-    # vLLM fetches images from anywhere unless it is given hosts; a name that does not exist leaves data: URLs
-    hosts = [host.partition(":")[0] for host in plan.options.allowed_hosts] or [NO_HOST]
-    words = ["--allowed-media-domains", *hosts]
-    words += ["--limit-mm-per-prompt", json.dumps({"image": plan.options.max_images})]
-    if plan.options.name != plan.model:
-        words += ["--served-model-name", plan.options.name]
+    # the middleware gives vLLM only data: URLs; a name that does not exist keeps it from fetching any other
+    options = plan.options
+    words = ["--middleware", MIDDLEWARE, "--allowed-media-domains", NO_HOST]
+    words += ["--limit-mm-per-prompt", json.dumps({"image": options.max_images})]
+    words += ["--max-num-seqs", str(options.batch)]
+    words += ["--override-generation-config", json.dumps({"max_new_tokens": options.max_tokens})]
+    words += ["--mm-processor-cache-gb", f"{options.cache_bytes / 2**30:g}"]
+    if options.name != plan.model:
+        words += ["--served-model-name", options.name]
     if plan.dtype is not None:
         words += ["--dtype", plan.dtype]
     device = "cpu" if plan.device == "auto" or placement == "engine" else plan.device
@@ -270,10 +275,7 @@ def run_plugin(plan: ServerPlan, placement: Literal["processor", "engine"]) -> i
         port=plan.port,
         extra=[*words, *(plan.vllm or ())],
     )
-    environment = engine_environment() | {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
-    if plan.options.api_keys:
-        environment["VLLM_API_KEY"] = plan.options.api_keys[0]
-        arguments += ["--api-key", *plan.options.api_keys] if len(plan.options.api_keys) > 1 else []
+    environment = engine_environment() | {LIMITS: write_limits(options, plan.log_format)}
     return run_vllm(arguments, environment)
 
 

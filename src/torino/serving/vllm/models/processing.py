@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -20,6 +21,7 @@ from torino.datasets.images import mean_color, open_image, prepare
 from torino.serving.vision import ServedImage, VisionHalf, load_vision_half
 from torino.serving.vllm.hook import resolved_of, settings_of
 from torino.serving.vllm.marks import attach
+from torino.serving.vllm.monitor import server_metrics
 from torino.serving.vllm.positions import check_length
 from torino.serving.vllm.settings import PluginSettings
 from torino.serving.vllm.startup import Resolved
@@ -177,8 +179,14 @@ class ReducedProcessor(ABC):
         half, dtype = vision_half(self.info.ctx.model_config), self.info.ctx.model_config.dtype
         embeds: list[Tensor] = []
         occupied: list[int] = []
+        metrics = server_metrics()
         for image_inputs in inputs:  # one by one, so that cached tokens do not depend on the other images of a request
+            begin = time.perf_counter()
             (image,) = half(image_inputs)
+            metrics.observe_stages({"reduce": time.perf_counter() - begin})
+            metrics.images.inc()
+            metrics.tokens_before.inc(image.full)
+            metrics.tokens_after.inc(len(image.features))
             marked = marked_embeds(image, self.info.resolved, self.offsets(image, image_inputs))
             embeds.append(marked.to(dtype).cpu())
             occupied.append(self.occupied(image, image_inputs))
