@@ -291,7 +291,7 @@ def test_a_video_of_one_frame_equals_the_image_where_the_stock_model_does(family
 def test_methods_for_images_are_refused_in_one_sentence(family: str, model: Any) -> None:
     inputs = make_inputs(family, make_rows(family)[:1])
     with (
-        reduced(model, make("divprune(budget=2)")),
+        reduced(model, make("prunesid(budget=2)")),
         pytest.raises(BadTokens, match="cannot reduce a video of 3 frames"),
     ):
         generate(model, inputs)
