@@ -75,6 +75,15 @@ class MergeFrames(Reducer):
         return plan
 
 
+class KeepFirst(Reducer):
+    """Keep the first token; a method for images."""
+
+    name: ClassVar[str] = "keep-first"
+
+    def plan(self, tokens: VisualTokens) -> Reduction:
+        return Reduction.pick(torch.tensor([0]), tokens.grid, "pick")
+
+
 REDUCERS: dict[str, Reducer] = {
     "third": KeepEveryThird(),
     "merge": MergeFrames(),
@@ -291,7 +300,7 @@ def test_a_video_of_one_frame_equals_the_image_where_the_stock_model_does(family
 def test_methods_for_images_are_refused_in_one_sentence(family: str, model: Any) -> None:
     inputs = make_inputs(family, make_rows(family)[:1])
     with (
-        reduced(model, make("prunesid(budget=2)")),
+        reduced(model, KeepFirst()),
         pytest.raises(BadTokens, match="cannot reduce a video of 3 frames"),
     ):
         generate(model, inputs)
