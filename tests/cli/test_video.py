@@ -97,6 +97,18 @@ def test_all_tokens_of_a_video_equal_several_images(home: Path) -> None:
     assert (kept.text, kept.after) == (full.text, FRAMES * 16)
 
 
+def test_reductions_of_frames_together_and_apart_share_a_batch(home: Path) -> None:
+    vlm = load_vlm(home / "llava")
+    reducers = [make("random(budget=9)"), make("prunesid(budget=4)"), None, make("random(budget=20)")]
+    inputs = vlm.inputs(open_video(home / "frames"), QUESTION)
+    encoded = vlm.encode(inputs, reducers)
+    reductions = [vlm.reduce(encoded, reducer) for reducer in reducers]
+    assert [len(reduction.encoded.full) for reduction in reductions] == [1, FRAMES, FRAMES, 1]
+    output = vlm.generate(inputs, reductions, max_new_tokens=5)
+    alone = [vlm.answer(inputs, reducer, max_new_tokens=5).text for reducer in reducers]
+    assert output.texts == alone
+
+
 def test_one_frame_equals_the_image(home: Path) -> None:
     vlm, reducer = load_vlm(home / "llava"), make("random(budget=5)")
     video = open_video(home / "frames", frames=1)

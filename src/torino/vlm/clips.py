@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torino.core.errors import TorinoError
 from torino.core.tokens import VisualTokens, stack_frames
 from torino.datasets.video import Video
 from torino.reducers import Reducer
@@ -37,8 +38,16 @@ def show_frames(conversation: Sequence[Turn]) -> list[Turn]:
 
 def visual_parts(conversation: Sequence[Turn]) -> list[Video | None]:
     """Return what each visual part of a conversation is, in order: a video, or None for an image."""
-    parts = [part for turn in conversation for part in turn["content"]]
-    return [part.get("video") for part in parts if part["type"] in ("image", "video")]
+    shown: list[Video | None] = []
+    for part in (part for turn in conversation for part in turn["content"]):
+        if part["type"] == "video" and not isinstance(part.get("video"), Video):
+            raise TorinoError(
+                "The conversation contains a video that is not opened. Give a Video (torino.datasets.video.open_video), "
+                "or some of its frames as images."
+            )
+        if part["type"] in ("image", "video"):
+            shown.append(part.get("video"))
+    return shown
 
 
 def processor_options(videos: Sequence[Video]) -> dict[str, Any]:

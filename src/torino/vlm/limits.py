@@ -74,8 +74,6 @@ def _is_part(part: Any) -> bool:
         return False
     if kind == "text":
         return isinstance(cast(Mapping[str, Any], part).get("text"), str)
-    if kind == "video":
-        return isinstance(cast(Mapping[str, Any], part).get("video"), Video)
     return kind != "image" or "image" in part
 
 

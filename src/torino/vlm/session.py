@@ -335,7 +335,8 @@ class VLM:
         call.check()
         encoded = first.encoded
         if count > 1:
-            encoded = EncodedImages((), encoded.full * count, modality=encoded.modality)
+            full = tuple(number for reduction in reductions for number in reduction.encoded.full)
+            encoded = EncodedImages((), full, modality=encoded.modality)
         embeds = [item for reduction in reductions for item in reduction.embeds]
         short, _ = self.adapter.insert(call.inputs, encoded, embeds, first.positions, "left")
         sizes = [size for reduction in reductions for size in reduction.sizes]
