@@ -28,7 +28,7 @@ WIDTHS = tuple(2.0**exponent for exponent in range(-3, 2))
 @register("vidcom2")
 @dataclass(frozen=True)
 class VidCom2(Reducer):
-    """Keep the patches least like the means of frame and video, more of unusual frames (VidCom²).
+    """Keep patches unlike the means of frame and video, more of unusual frames (VidCom²).
 
     Only the half of the channels with the least variance over the video is used, and patches are scaled to length 1.
     The similarity to a center c is Σ_α exp(−‖x − c‖²/2α) for α = 1/8, 1/4, 1/2, 1, 2; s is that to the mean of the
