@@ -42,8 +42,8 @@ def visual_parts(conversation: Sequence[Turn]) -> list[Video | None]:
     for part in (part for turn in conversation for part in turn["content"]):
         if part["type"] == "video" and not isinstance(part.get("video"), Video):
             raise TorinoError(
-                "The conversation contains a video that is not opened. Give a Video (torino.datasets.video.open_video), "
-                "or some of its frames as images."
+                "The conversation contains a video that is not opened. Give a Video "
+                "(torino.datasets.video.open_video), or some of its frames as images."
             )
         if part["type"] in ("image", "video"):
             shown.append(part.get("video"))
