@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from torino_lab.clips import COUNTS, LENGTHS, SECONDS, THIRDS, ask_scenes, pan_clips, scene_clips, shape_clips
 from torino_lab.corpus import Corpus
+from torino_lab.facts import read_facts
 from torino_lab.selection import Item
 from torino_lab.tsv import write_tsv
 
@@ -25,12 +26,16 @@ def corpus() -> Corpus:
 
 
 def test_questions_about_scenes_have_the_right_answers() -> None:
+    known = ["dog", "boat", "horse", "guitar", "car"]
+    kinds: set[str] = set()
     for trial in range(60):
         rng = Random(trial)
-        lengths = rng.choice(LENGTHS)
-        labels = rng.sample(["dog", "boat", "horse", "beach", "car"], len(lengths))
+        lengths = rng.choice(LENGTHS[rng.choice(list(LENGTHS))])
+        labels = rng.sample(known, len(lengths))
+        facts = [read_facts([f"A {label} on the left"] * 5) for label in labels]
         starts = np.cumsum([0, *lengths])
-        for question in ask_scenes(labels, ["dog", "boat", "horse", "beach", "car"], lengths, rng):
+        for question in ask_scenes(labels, facts, known, lengths, rng):
+            kinds.add(question.kind)
             named = [label for label in labels if label in question.text]
             if question.kind == "clip-order":
                 assert question.answer == min(named, key=labels.index)
@@ -43,6 +48,17 @@ def test_questions_about_scenes_have_the_right_answers() -> None:
                 position = labels.index(named[0])
                 middle = (starts[position] + starts[position + 1]) / 2
                 assert question.answer == THIRDS[int(middle / SECONDS * 3)]
+    assert len(kinds) == 4
+
+
+def test_things_that_another_scene_may_show_are_not_asked_for() -> None:
+    dog = read_facts(["A dog runs"] * 5)
+    both = read_facts(["A boat and a dog"] + ["A boat"] * 4)  # one caption mentions the dog
+    for trial in range(20):
+        asked = ask_scenes(["dog", "boat"], [dog, both], ["boat", "dog", "horse"], (4, 4), Random(trial))
+        assert not any(question.kind == "clip-order" for question in asked)
+        assert not any(question.kind == "clip-when" and "dog" in question.text for question in asked)
+        assert all("horse" in question.text for question in asked if question.answer == "no")
 
 
 def test_cuts_are_where_the_scenes_change(corpus: Corpus) -> None:

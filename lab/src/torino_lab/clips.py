@@ -16,11 +16,14 @@ from torino.core.errors import BadParameter
 from torino.datasets.camera import Shot, Window, make_clip
 from torino.datasets.video import Video
 from torino_lab.corpus import Corpus
+from torino_lab.facts import Facts
 from torino_lab.pictures import SIDE
 from torino_lab.questions import ImageQuestion, weighted_sample, with_article
+from torino_lab.words import THINGS
 
 SECONDS = 8
-LENGTHS = ((4, 4), (3, 5), (5, 3), (2, 3, 3), (3, 2, 3), (3, 3, 2), (2, 2, 2, 2))
+LENGTHS = {2: ((4, 4), (3, 5), (5, 3)), 3: ((2, 3, 3), (3, 2, 3), (3, 3, 2)), 4: ((2, 2, 2, 2),)}
+"""Seconds of the shots of a clip, by their number."""
 COUNTS = ("one", "two", "three", "four")
 THIRDS = ("at the start", "in the middle", "at the end")
 SHAPES = ("circle", "square", "triangle")
@@ -40,45 +43,66 @@ def scene_clips(corpus: Corpus, rng: Random) -> Iterator[ClipQuestions]:
             f"Clips need photos of at least two labels on which their captions agree, and there are {len(weights)}."
         )
     while True:
-        lengths = rng.choice([lengths for lengths in LENGTHS if len(lengths) <= len(weights)])
+        lengths = rng.choice(LENGTHS[rng.choice([count for count in LENGTHS if count <= len(weights)])])
         labels = weighted_sample(weights, len(lengths), rng)
+        chosen = [rng.choice(photos[label]) for label in labels]
         shots = [
-            Shot(corpus.crop_photo(rng.choice(photos[label])), float(seconds), *_windows(rng))
-            for label, seconds in zip(labels, lengths, strict=True)
+            Shot(corpus.crop_photo(photo), float(seconds), *_windows(rng))
+            for photo, seconds in zip(chosen, lengths, strict=True)
         ]
-        yield make_clip(shots, fps=1.0, side=SIDE), ask_scenes(labels, sorted(weights), lengths, rng)
+        facts = [corpus.facts[photo] for photo in chosen]
+        yield make_clip(shots, fps=1.0, side=SIDE), ask_scenes(labels, facts, sorted(weights), lengths, rng)
 
 
-def ask_scenes(labels: Sequence[str], known: Sequence[str], lengths: Sequence[int], rng: Random) -> list[ImageQuestion]:
+def ask_scenes(
+    labels: Sequence[str], facts: Sequence[Facts], known: Sequence[str], lengths: Sequence[int], rng: Random
+) -> list[ImageQuestion]:
     """Ask about the scenes of a clip.
+
+    A thing is asked for only if its captions are conclusive: all scenes, or all but its own, surely lack it.
+
+    Parameters
+    ----------
+    labels, facts : sequences
+        The label of each scene, and the facts of its captions.
+    known : sequence of str
+        Labels that may be asked for although no scene shows them.
+    lengths : sequence of int
+        Seconds of each scene.
 
     Examples
     --------
-    >>> asked = ask_scenes(["dog", "boat"], ["boat", "dog", "horse"], (4, 4), Random(0))
+    >>> from torino_lab.facts import read_facts
+    >>> facts = [read_facts(["A dog runs"] * 5), read_facts(["A red boat"] * 5)]
+    >>> asked = ask_scenes(["dog", "boat"], facts, ["boat", "dog", "horse"], (4, 4), Random(0))
     >>> sorted({question.kind for question in asked})
     ['clip-count', 'clip-order', 'clip-presence', 'clip-when']
     """
-    first, second = sorted(rng.sample(range(len(labels)), 2))
-    pair = [labels[first], labels[second]]
-    shown = rng.sample(pair, 2)
     questions = [
-        ImageQuestion(
-            "clip-order", f"Which comes first in the video, {_the(shown[0])} or {_the(shown[1])}?", labels[first]
-        ),
         ImageQuestion("clip-count", "How many different scenes does the video have?", COUNTS[len(labels) - 1]),
         ImageQuestion("clip-presence", f"Is there {with_article(rng.choice(labels))} in the video?", "yes"),
     ]
-    if absent := [label for label in known if label not in labels]:
+    if absent := [name for name in known if all(scene.lacks(THINGS[name]) for scene in facts)]:
         questions.append(
             ImageQuestion("clip-presence", f"Is there {with_article(rng.choice(absent))} in the video?", "no")
         )
-    begin = 0
-    for label, seconds in zip(labels, lengths, strict=True):
-        third = _third(begin, begin + seconds)
+    sure = [
+        number
+        for number, label in enumerate(labels)
+        if all(scene.lacks(THINGS[label]) for other, scene in enumerate(facts) if other != number)
+    ]
+    if len(sure) > 1:
+        pair = rng.sample(sure, 2)
+        first, second = (f"the {labels[number]}" for number in pair)
+        questions.append(
+            ImageQuestion("clip-order", f"Which comes first in the video, {first} or {second}?", labels[min(pair)])
+        )
+    for number in sure:
+        third = _third(sum(lengths[:number]), sum(lengths[: number + 1]))
         if third is not None:
             options = f"{THIRDS[0]}, {THIRDS[1]} or {THIRDS[2]}"
-            questions.append(ImageQuestion("clip-when", f"When does {_the(label)} appear, {options}?", THIRDS[third]))
-        begin += seconds
+            text = f"When does the {labels[number]} appear, {options}?"
+            questions.append(ImageQuestion("clip-when", text, THIRDS[third]))
     return questions
 
 
@@ -122,10 +146,6 @@ def pan_clips(corpus: Corpus, rng: Random) -> Iterator[ClipQuestions]:
         question = "Does the camera move to the left or to the right?"
         answer = "right" if to_right else "left"
         yield make_clip([shot], fps=1.0, side=SIDE), [ImageQuestion("clip-pan", question, answer)]
-
-
-def _the(label: str) -> str:
-    return f"the {label}"
 
 
 def _third(begin: int, end: int) -> int | None:
