@@ -19,7 +19,9 @@ HEAD = """# Methods
 All reducers share one interface: `plan(tokens)` returns a `Reduction`, and `budget` is the exact number of tokens
 passed to the language model. They are written from their papers and from the behavior of the released code, without
 using that code. Symbols are explained in [How it works](how-it-works.md#symbols). Methods "in every block" work inside
-the vision tower, see [Families](guides/reduce-in-your-model.md#families).
+the vision tower, see [Families](guides/reduce-in-your-model.md#families). Methods that read the language model work
+[inside it](guides/reduce-in-your-model.md#inside-the-language-model); their budget is the number of tokens after the
+last stage.
 
 This page is generated from the classes by `scripts/make_methods.py`.
 """

@@ -230,6 +230,22 @@ def speed_methods() -> str:
     return table(["method", "192", "64", "method", "192", "64"], [[*a, *b] for a, b in pairs], left=0)
 
 
+def speed_inside() -> str:
+    """Cache and prefill of methods inside the language model, beside methods before it."""
+    rows = [
+        [
+            row["method"] if row["method"] == "all tokens" else f"`{row['method']}`",
+            f"{row['tokens_layer_averaged']:g}",
+            f"{row['cache_mb']:.1f}",
+            f"{row['cache_of_full']:.2f}",
+            f"{row['prefill_of_full']:.2f}",
+        ]
+        for row in result("inside")["rows"]
+    ]
+    heads = ["method", "layer-averaged tokens", "cache, MB", "cache, of all tokens", "prefill, of all tokens"]
+    return table(heads, rows)
+
+
 def speed_prefilter() -> str:
     """Time with and without the int8 prefilter."""
     rows = [[row[0], f"{row[4]:.2f}", f"{row[5]:.2f}"] for row in result("speed-prefilter")["tables"][1]["rows"]]
@@ -364,6 +380,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "explorer": explorer,
     "speed-methods": speed_methods,
     "speed-prefilter": speed_prefilter,
+    "speed-inside": speed_inside,
     "speed-training": speed_training,
     "sae-token-kinds": sae_token_kinds,
     "lab-questions": lab_questions,

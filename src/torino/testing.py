@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torino.core.errors import MissingSignal, UnmetBudget
+from torino.core.errors import BadParameter, MissingSignal, UnmetBudget
 from torino.core.reduction import Reduction
 from torino.core.tokens import VisualTokens
-from torino.reducers import Downsample, InTowerReducer, Reducer, as_in_tower, list_reducers, make
+from torino.reducers import (
+    Downsample,
+    InLanguageModelReducer,
+    InTowerReducer,
+    Reducer,
+    as_in_tower,
+    list_reducers,
+    make,
+    split_reducer,
+)
+from torino.reducers._similarity import nearest_kept
 
 STANDARD_SIGNALS = frozenset({"cls", "cls_attention", "keys"})  # arguments of VisualTokens
 GRIDS = ((8, 8), (5, 3), (1, 7), (4, 4), (1, 1))
@@ -93,7 +103,8 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
     A reducer must meet its budget, return well-formed rows in its output order, plan each image independently of the
     batch (or, if images share its budget, meet it on average), return the same plan twice, not change its input or the
     global random state, accept half precision, and be rebuilt from its own spec. A reducer that works inside a tower is
-    run through :func:`simulate_tower` and must raise MissingSignal for the output tokens of a tower.
+    run through :func:`simulate_tower`, and one inside the language model through :func:`simulate_language_model`; both
+    must raise MissingSignal for the output tokens of a tower.
 
     Parameters
     ----------
@@ -119,6 +130,9 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
         plan_image = lambda image: reducer.plan_grid(image.grid)[1]  # noqa: E731
     elif in_tower is not None:
         plan_image = lambda image: simulate_tower(in_tower, image)[1]  # noqa: E731
+    elif split_reducer(reducer)[1] is not None:
+        plan_image = lambda image: simulate_language_model(reducer, image)  # noqa: E731
+    plans_output = in_tower is None and split_reducer(reducer)[1] is None
     planned = list(_plan_feasible(reducer, plan_image, images, original_patches))
     _expect(bool(planned), reducer, "planned none of the sample images")
     images = [image for image, _, _ in planned]
@@ -128,12 +142,12 @@ def check_reducer(reducer: Reducer, tokens: Sequence[VisualTokens] | None = None
         _check_plan(reducer, image, plan)
     for second_plan, plan in zip([plan_image(image) for image in images], plans, strict=True):
         _expect(same_plan(second_plan, plan), reducer, "gave two different plans for the same image")
-    if in_tower is not None:
-        _expect(_rejects_output_tokens(reducer, images[0]), reducer, "works inside towers but planned output tokens")
+    if not plans_output:
+        _expect(_rejects_output_tokens(reducer, images[0]), reducer, "works inside a model but planned output tokens")
     if reducer.shares_batch:
         batch, budget = reducer.plan_batch(images), getattr(reducer, "budget", 0)
         _expect(int(batch.lengths.sum()) == budget * len(images), reducer, "did not meet its budget on average")
-    elif in_tower is None:
+    elif plans_output:
         for order in (1, -1):
             batch = reducer.plan_batch(images[::order])
             for batch_plan, plan in zip(batch, plans[::order], strict=True):
@@ -187,6 +201,49 @@ def simulate_tower(reducer: InTowerReducer, tokens: VisualTokens, blocks: int = 
         hidden = hidden + (hidden @ weights[3]).tanh()
     state = state.finish()
     return _apply_step(hidden, prefix, state.step)[prefix:], state.reduction
+
+
+def simulate_language_model(reducer: Reducer, tokens: VisualTokens, blocks: int = 8) -> Reduction:
+    """Run a reducer inside a small random language model, which reads the tokens of one image and then some text.
+
+    A method that works before the language model, if the reducer has one, reduces the tokens first. Returns the
+    composed reduction. The weights of the language model depend only on the width of the tokens.
+    """
+    before, inside = split_reducer(reducer)
+    if inside is None:
+        raise BadParameter(f"{reducer.spec} does not work inside the language model. Use its plan().")
+    generator, width = torch.Generator().manual_seed(0), tokens.width
+    plan = Reduction.identity(**tokens.layout) if before is None else before.plan(tokens)
+    text, heads = torch.randn(6, width, generator=generator), 2 - width % 2
+    weights = torch.randn(blocks, 3, width, width, generator=generator) / width**0.5
+    hidden = torch.cat([plan.apply(tokens.patches.float()), text])
+    stages = dict(inside.stages(len(plan), blocks))
+    _expect(0 < min(stages) <= max(stages) < blocks, inside, f"gave stages {stages} for {blocks} blocks")
+    attention, keys = _attend(hidden, weights[0], heads)
+    for block in range(blocks):
+        count, n = stages.get(block, len(plan)), len(plan)
+        if count < n:
+            following = _attend(hidden, weights[block], heads)[0]
+            signals = {"attention": attention[:, -1, :n], "next_attention": following[:, -1, :n]}
+            signals |= {"keys": keys[:n], "text_keys": keys[n:], "hidden": hidden[:n], "text_hidden": hidden[n:]}
+            kept, score = inside.select({name: signals[name] for name in inside.reads}, count)
+            _expect(len(kept) == len(score) == count, inside, f"kept {len(kept)} tokens instead of {count}")
+            _expect(bool((kept.diff() > 0).all()), inside, "did not return tokens in increasing order")
+            assigned = nearest_kept(hidden[:n], kept)
+            plan = plan.then(Reduction.pick(kept, (1, n), inside.spec, score=score, assigned=assigned))
+            hidden = torch.cat([hidden[kept], hidden[n:]])
+        attention, keys = _attend(hidden, weights[block], heads)
+        mixed = attention @ hidden.unflatten(1, (heads, -1)).transpose(0, 1)
+        hidden = hidden + mixed.transpose(0, 1).flatten(1) @ weights[block, 2]
+    return replace(plan, by=reducer.spec)
+
+
+def _attend(hidden: Tensor, weights: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Return a causal attention map (heads, tokens, tokens) and the keys (tokens, width)."""
+    query, key = ((hidden @ weight).unflatten(1, (heads, -1)).transpose(0, 1) for weight in weights[:2])
+    logits = query @ key.transpose(1, 2) * key.shape[2] ** -0.5
+    causal = torch.ones(logits.shape[1:], dtype=torch.bool).tril()
+    return logits.masked_fill(~causal, -torch.inf).softmax(-1), key.transpose(0, 1).flatten(1)
 
 
 def _apply_step(hidden: Tensor, prefix: int, step: Reduction | None) -> Tensor:
@@ -252,6 +309,6 @@ def _object_fields(reducer: Reducer) -> dict[str, Any]:
     return {name: getattr(reducer, name) for name in names if not isinstance(getattr(reducer, name), plain)}
 
 
-def _expect(condition: bool, reducer: Reducer | InTowerReducer, violation: str) -> None:
+def _expect(condition: bool, reducer: Reducer | InTowerReducer | InLanguageModelReducer, violation: str) -> None:
     if not condition:
         raise AssertionError(f"{reducer.spec} {violation}.")

@@ -85,10 +85,10 @@ def test_all_methods_are_those_that_can_be_measured() -> None:
 
     alone, notes = all_methods()
     assert {"torino-m", "cdpruner", "visionzip"} <= alone
-    assert not {"tome-tower", "full"} & alone
-    assert "tome-tower, which run inside a vision tower: give --model" in notes
+    assert not {"tome-tower", "fastv", "full"} & alone
+    assert "tome-tower, which run inside a vision tower or a language model: give --model" in notes
     with_model, notes = all_methods(with_model=True)
-    assert {"tome-tower", "full"} <= with_model
+    assert {"tome-tower", "fastv", "full"} <= with_model
     assert "cdpruner" not in with_model
     assert "--clip" in notes
     without_sae, notes = all_methods(with_model=True, with_clip=True, saes={}, kd="none")

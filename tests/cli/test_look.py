@@ -25,7 +25,8 @@ from torino.reducers import get
 from torino.vlm import ModelPackage, loading
 from torino.vlm.towers import load_tower
 
-NOT_DRAWN = {"cdpruner", "mmtok", "downsample"}  # they read the question, or shrink the image
+INSIDE = {"fastv", "pyramiddrop", "dart"}  # in the language model, which look does not run
+NOT_DRAWN = {"cdpruner", "mmtok", "downsample", *INSIDE}  # they read the question, or shrink the image
 
 app = typer.Typer(rich_markup_mode="rich")
 app.command(epilog=EPILOG)(look)
@@ -79,6 +80,14 @@ def test_json_and_terminal_output(data: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a.webp").is_file()
     shown = run_look(data, "-o", tmp_path / "a.png", "--kd", "1,1", "--show")
     assert "▀▀▀▀" in shown.stdout
+
+
+@pytest.mark.parametrize("method", [*sorted(INSIDE), "random(budget=4)+fastv(budget=2)"])
+def test_methods_inside_the_language_model_are_refused(data: Path, tmp_path: Path, method: str) -> None:
+    given = (data / "photo.png", "--tower", data / "deep", "--method", method)
+    result = run(*given, *([] if "+" in method else ["--budget", "6"]), "-o", tmp_path / "a.png")
+    assert result.exit_code
+    assert "torino look runs the vision tower only" in str(result.exception)
 
 
 @pytest.mark.parametrize("method", sorted(set(list_reducers()) - NOT_DRAWN))

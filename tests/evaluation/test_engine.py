@@ -79,11 +79,14 @@ def test_answers_equal_those_of_ask(vlm: VLM, sae: SAE, positions: Any, attentio
         "r": make("random(budget=5)"),
         "x": make("torino-x(budget=5)", sae=sae),
         "c": make("torino-x(budget=5, positions='compact')", sae=sae),
+        "inside": make("fastv(budget=4)"),
+        "joined": make("torino-x(budget=5)+dart(budget=2)", sae=sae),
     }
     questions = [QuestionToAsk(("t", "0"), "what is this ?", 4), QuestionToAsk(("t", "1"), "how many ?", 4)]
     for batch in (1, 8):
         answers = answer_all(Engine(session, reducers, batch=batch, on_error="stop"), questions)
-        assert len(answers) == 14
+        assert len(answers) == 18
+        assert {answer.tokens for answer in answers if answer.setting == "inside"} == {10}  # 16 and 4 in two layers
         for answer in answers:
             question = next(item.text for item in questions if item.key == answer.key)
             reducer = reducers[answer.setting]

@@ -22,7 +22,7 @@ from torino.core.concepts import RawEmbedding
 from torino.core.errors import UnmetBudget
 from torino.datasets.bundled import example_sae, example_tokens
 from torino.reducers import Downsample, Reducer, as_in_tower, get
-from torino.testing import sample_tokens, sample_videos, simulate_tower
+from torino.testing import sample_tokens, sample_videos, simulate_language_model, simulate_tower
 
 FILE = Path(__file__).with_name("golden_plans.safetensors")
 WIDTH = 16
@@ -90,6 +90,8 @@ def build(name: str, sae: SAE | RawEmbedding, parameters: dict[str, Any]) -> Red
 def plan(reducer: Reducer, image: VisualTokens) -> Reduction:
     if isinstance(reducer, Downsample):
         return reducer.plan_grid(image.grid)[1]
+    if reducer.in_language_model:
+        return simulate_language_model(reducer, image)
     in_tower = as_in_tower(reducer)
     return reducer.plan(image) if in_tower is None else simulate_tower(in_tower, image)[1]
 

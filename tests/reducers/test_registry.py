@@ -139,7 +139,6 @@ SPRUNG: list[str] = []
         "torino-m(k=2))",
         "torino-m((k=2)",
         "torino-m(k=2) or f(k=3)",
-        "torino-m(k=2) + torino-p(k=3)",
         "torino-m(k=2)(delta=1)",
         "torino-m(k=5, delta=1).__class__(delta=1)",
         "torino-m(k=2)[0](k=3)",

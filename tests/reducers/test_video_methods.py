@@ -359,7 +359,7 @@ def test_the_nearest_kept_patch_of_the_frame() -> None:
 @pytest.mark.parametrize("name", list_reducers())
 def test_every_method_takes_videos_or_says_that_it_does_not(name: str) -> None:
     kind = get(name)
-    if kind.in_tower or kind.on_pixels:
+    if kind.in_tower or kind.on_pixels or kind.in_language_model:
         return
     options: dict[str, Any] = {"sae": RawEmbedding()} if "sae" in kind.__dataclass_fields__ else {}  # type: ignore[attr-defined]
     reducer = make(name, budget=8, **options)

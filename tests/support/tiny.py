@@ -48,19 +48,19 @@ _TOWERS: dict[str, Any] = {
 }
 
 
-def llava(tower: str = "clip", *, attention: str = "sdpa", seed: int = 0, **changes: Any) -> Any:
-    """Return a new LLaVA with a tower of 4 blocks on 4 x 4 patches and a Llama of 2 layers, both 64 wide."""
-    return copy.deepcopy(_llava(tower, attention, seed, tuple(sorted(changes.items()))))
+def llava(tower: str = "clip", *, attention: str = "sdpa", seed: int = 0, layers: int = 2, **changes: Any) -> Any:
+    """Return a new LLaVA with a tower of 4 blocks on 4 x 4 patches and a Llama of a few layers, both 64 wide."""
+    return copy.deepcopy(_llava(tower, attention, seed, layers, tuple(sorted(changes.items()))))
 
 
 @lru_cache
-def _llava(tower: str, attention: str, seed: int, changes: tuple[tuple[str, Any], ...]) -> Any:
+def _llava(tower: str, attention: str, seed: int, layers: int, changes: tuple[tuple[str, Any], ...]) -> Any:
     vision = _TOWERS[tower]()
     vision._name_or_path = NAME if tower == "clip" else ""
     text = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=100,

@@ -157,10 +157,11 @@ def load_sae(name: str, levels: int | None = None, device: Any = "cpu", *, decod
 
 
 def takes_parameter(method: str, parameter: str) -> bool:
-    """Return whether a method, by name or spec, has a parameter."""
+    """Return whether a method, by name or spec, has a parameter; of methods joined by ``+``, the first."""
     from torino.reducers import get
+    from torino.reducers.base import method_name
 
-    kind = get(method.partition("(")[0].strip())
+    kind = get(method_name(method))
     return is_dataclass(kind) and parameter in {field.name for field in fields(kind)}
 
 
@@ -175,7 +176,7 @@ def all_methods(*, sae: bool, clip: bool, tower: bool = True) -> tuple[list[str]
     Parameters
     ----------
     sae, clip, tower : bool
-        Whether there is an SAE, a text tower that reads the question, and a vision tower.
+        Whether there is an SAE, a text tower that reads the question, and a model with its vision tower.
     """
     from torino.evaluation.protocol import default_methods
     from torino.reducers import get
@@ -186,7 +187,9 @@ def all_methods(*, sae: bool, clip: bool, tower: bool = True) -> tuple[list[str]
         "which read the question: give --clip": [
             name for name in names if not clip and get(name).needs & {"joint", "text"}
         ],
-        "which run inside a vision tower: give --model": [name for name in names if not tower and get(name).in_tower],
+        "which run inside a vision tower or a language model: give --model": [
+            name for name in names if not tower and (get(name).in_tower or get(name).in_language_model)
+        ],
     }
     notes = [f"Left out: {', '.join(group)}, {reason}." for reason, group in left_out.items() if group]
     return [name for name in names if not any(name in group for group in left_out.values())], notes
@@ -198,7 +201,7 @@ def expand_methods(words: Sequence[str], *, sae: bool, clip: bool) -> tuple[list
 
     if not words:
         raise BadParameter("--methods is empty. Name methods, all, or none to run the baseline alone.")
-    names, specs = [word for word in words if "(" not in word], [word for word in words if "(" in word]
+    names, specs = split_names(words)
     notes: list[str] = []
     if "all" in names:
         every, notes = all_methods(sae=sae, clip=clip)
@@ -212,7 +215,21 @@ def expand_methods(words: Sequence[str], *, sae: bool, clip: bool) -> tuple[list
 
 def named_methods(words: Sequence[str]) -> list[str]:
     """Return the names in a list of names and specs that the user has written, without ``all``."""
-    return [word.partition("(")[0].strip() for word in words if word != "all"]
+    from torino.reducers.base import method_name
+
+    return [method_name(word) for word in words if word != "all"]
+
+
+def split_names(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the plain names and the specs in a list of methods; methods joined by ``+`` are a spec.
+
+    Examples
+    --------
+    >>> split_names(["random", "tome(budget=64)", "random+fastv(budget=8)"])
+    (['random'], ['tome(budget=64)', 'random+fastv(budget=8)'])
+    """
+    specs = [word for word in words if "(" in word or "+" in word]
+    return [word for word in words if word not in specs], specs
 
 
 def default_sae(method: str, model: str | None) -> str | None:

@@ -184,6 +184,7 @@ def _print_warnings() -> Generator[None]:
 
 def _print(answer: Answer) -> None:
     from torino.core.explanation import describe_change
+    from torino.reducers.in_language_model import layer_averaged
 
     full = answer.baseline
     if full is None:
@@ -200,6 +201,14 @@ def _print(answer: Answer) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if answer.layers:
+        counts = " → ".join(map(str, dict.fromkeys(answer.layers)))
+        out.print(
+            f"layer-averaged: the {len(answer.layers)} layers of the language model process {counts} image tokens, "
+            f"{layer_averaged(answer.layers):.1f} on average",
+            highlight=False,
+            soft_wrap=True,
+        )
     table = Table(box=None, pad_edge=False)
     table.add_column("milliseconds")
     table.add_column("reduced" if answer.reductions else "full", justify="right")

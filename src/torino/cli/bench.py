@@ -38,6 +38,7 @@ from torino.cli._common import (
     parse_pairs,
     quiet_transformers,
     split_list,
+    split_names,
 )
 from torino.cli._photos import default_photo_sae, photo_tokens
 from torino.cli._progress import progress
@@ -233,15 +234,16 @@ def _settings(
         split_specs,
     )
     from torino.reducers import get
+    from torino.reducers.base import method_name
 
     words, notes = split_list(methods), list[str]()
     if not words:
         raise BadParameter("--methods is empty. Name methods, or omit it for all.")
-    names, specs = [word for word in words if "(" not in word], [word for word in words if "(" in word]
+    names, specs = split_names(words)
     if "all" in names:
         every, notes = all_methods(sae=bool(saes), clip=with_clip or not with_model, tower=with_model)
         names = [*every, *(name for name in names if name not in ("all", *every))]
-    for name in [*names, *(spec.partition("(")[0] for spec in specs)]:
+    for name in [*names, *map(method_name, specs)]:
         get(name)
         if has_parameter(name, "sae") and not saes:
             raise missing_sae(name)

@@ -43,6 +43,7 @@ from torino.cli._common import (
     quiet_transformers,
     reads_concepts,
     split_list,
+    split_names,
 )
 from torino.cli._stop import START_OVER, on_stop
 from torino.core.errors import BadParameter, TorinoError
@@ -159,6 +160,7 @@ def _settings(
     """Return all tokens first, then the methods in their order, and notes about what 'all' leaves out."""
     from torino.evaluation.protocol import FULL, fixed_settings, own_settings, split_specs
     from torino.reducers import get
+    from torino.reducers.base import method_name
 
     words, notes = split_list(methods), list[str]()
     if not words:
@@ -171,8 +173,8 @@ def _settings(
     for word in words:
         if reads_concepts(word) and sae is None:
             raise missing_sae(word)
-        get(word.partition("(")[0])
-        budgeted, own = split_specs([word]) if "(" in word else ([word], [])
+        get(method_name(word))
+        budgeted, own = split_specs([word]) if split_names([word])[1] else ([word], [])
         as_written = bool(own) and not (budgeted and budgets)
         if not as_written and not budgets:
             raise BadParameter(f"{word} has no number of tokens. Give --budget, or a budget in its brackets.")
@@ -213,11 +215,12 @@ def _answer_all(
         status.update(f"Answering with {escape(setting.label)} ({len(results) + 1} of {len(settings)}) …")
         try:
             reduction = vlm.reduce(encoded, reducers[setting.id])
-            text = vlm.generate(inputs, [reduction], max_new_tokens=length).texts[0].strip()
+            output = vlm.generate(inputs, [reduction], max_new_tokens=length)
+            text, plans = output.texts[0].strip(), output.plans[0]
         except TorinoError as error:
             results.append(ComparedMethod(setting, None, error=str(error)))
             continue
-        plan = reduction.plans[0] if len(reduction.plans) == 1 and setting.method != "full" else None
+        plan = plans[0] if len(plans) == 1 and setting.method != "full" else None
         in_tower = setting.method != "full" and "plan" not in reduction.seconds
         plan_ms = None if in_tower or setting.method == "full" else 1e3 * reduction.seconds["plan"]
         results.append(ComparedMethod(setting, text, reduction.tokens, plan_ms, plan))

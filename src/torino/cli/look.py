@@ -209,8 +209,14 @@ def _is_film(image: str, fps: float | None, frames: int | None, show: bool) -> b
 def _parse_settings(method: str, kd: Sequence[str], budget: str | None, keep: str | None) -> list[LookSetting]:
     """Check the method, and return one setting for each combination of the given options; none if none is given."""
     from torino.reducers import get
+    from torino.reducers.base import method_name, split_spec
 
-    reducer = get(method.partition("(")[0].strip())
+    reducer = get(method_name(method))
+    if reducer.in_language_model or len(split_spec(method)) > 1:
+        raise BadParameter(
+            f"{method} drops tokens inside the language model, and torino look runs the vision tower only. Use torino "
+            "ask --draw FILE with it."
+        )
     if QUESTION_SIGNALS & reducer.needs:
         raise BadParameter(
             f"{reducer.name} selects patches by the question, and torino look has none. Use torino ask with it."

@@ -12,7 +12,7 @@ import torch
 from torino.core.errors import BadParameter, TorinoError
 from torino.datasets.images import as_seen
 from torino.evaluation.examples import ExampleWriter
-from torino.reducers import Reducer
+from torino.reducers import Reducer, split_reducer
 from torino.vlm.adapters.base import CLIP_SIGNALS, QUERY_SIGNALS, position_mode
 from torino.vlm.attention import attention_mode
 from torino.vlm.prefix import PrefixCache
@@ -51,7 +51,8 @@ class EngineAnswer:
     setting : str
     text : str or None
     tokens, before : int
-        Visual tokens that the language model received, and those of the full prompt.
+        Visual tokens that the language model processed, and those of the full prompt. If it dropped some, the mean
+        over its layers, rounded.
     seconds : dict
         ``tower``, ``plan``, ``projector``, ``question`` if the method reads it, and ``answer`` of the ``batch`` of
         answers that were generated together. Where several questions share an image, ``answer`` of the first includes
@@ -148,7 +149,8 @@ class Engine:
         wanted : callable
             Whether the answer of (key, setting) is still missing.
         writer : ExampleWriter, optional
-            Saves the image and its reductions, for a single image without tiles.
+            Saves the image and its reductions, for a single image without tiles; not those of methods inside the
+            language model, which depend on the question.
 
         Yields
         ------
@@ -215,15 +217,17 @@ class Engine:
     def _batches(self, names: Sequence[str], batch: int, tiers: Mapping[str, str]) -> list[list[str]]:
         """Group settings that are answered together: same tier, positions and attention, at most ``batch``.
 
-        All tokens are a group of their own: they are far more than any method keeps.
+        All tokens are a group of their own: they are far more than any method keeps. So are methods inside the language
+        model, whose first layers process all tokens.
         """
         order = list(dict.fromkeys(tiers.values()))
 
-        def key(name: str) -> tuple[bool, str, str, int]:
+        def key(name: str) -> tuple[bool, str, str, bool, int]:
             reducer = self.reducers[name]
+            inside = reducer is not None and split_reducer(reducer)[1] is not None  # reads all tokens first
             tier = order.index(tiers[name]) if name in tiers else -1
             attention = attention_mode(self.vlm.attention, reducer, self.vlm.adapter)
-            return reducer is None, position_mode(self.vlm.positions, reducer), attention, tier
+            return reducer is None, position_mode(self.vlm.positions, reducer), attention, inside, tier
 
         result: list[list[str]] = []
         for _, group in groupby(sorted(names, key=lambda name: (key(name), name)), key=key):
@@ -261,7 +265,7 @@ class Engine:
             return
         writer.save_image(shown[0])
         for part in parts:
-            if self.reducers[part.setting] is not None:
+            if self.reducers[part.setting] is not None and not part.reduction.inside:
                 writer.save_reduction(part.setting, part.reduction.plans[0])
 
     def _answer(

@@ -9,7 +9,7 @@ from typing import Any
 from torino.core.concepts import RawEmbedding
 from torino.core.errors import BadParameter
 from torino.reducers import Reducer, get, list_reducers, make
-from torino.reducers.base import parse_spec
+from torino.reducers.base import method_name, parse_spec, split_spec
 
 KD_PAIRS = ((3, 3), (2, 2), (1, 1))
 """The paper's settings of (k, δ), from many tokens to few."""
@@ -54,6 +54,9 @@ LABELS = {
     "evs": "EVS",
     "vidcom2": "VidCom2",
     "flashvid": "FlashVID (merging)",
+    "fastv": "FastV",
+    "pyramiddrop": "PyramidDrop",
+    "dart": "DART",
 }
 KD_METHODS = ("torino-p", "torino-m")
 """The paper's two methods, which have the parameters (k, δ)."""
@@ -136,9 +139,9 @@ def default_methods(*, text_query: bool = False) -> list[str]:
 def split_specs(specs: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split specs into those that run at the budget of each tier and those that run as written.
 
-    A spec runs at each tier's budget, like a plain name, unless it gives a budget itself or the method has none.
-    TORINO-P and TORINO-M without a budget do both, as their plain names do. Write ``budget=None`` for a method that
-    should choose its own number of tokens only.
+    A spec runs at each tier's budget, like a plain name, unless it gives a budget itself or the method has none, and
+    unless it joins two methods by ``+``. TORINO-P and TORINO-M without a budget do both, as their plain names do. Write
+    ``budget=None`` for a method that should choose its own number of tokens only.
 
     Examples
     --------
@@ -148,6 +151,9 @@ def split_specs(specs: Sequence[str]) -> tuple[list[str], list[str]]:
     budgeted: list[str] = []
     as_written: list[str] = []
     for spec in specs:
+        if len(split_spec(spec)) > 1:  # two methods have a budget each
+            as_written.append(spec)
+            continue
         method, options = parse_spec(spec)
         open_budget = "budget" not in options and has_parameter(method, "budget")
         if open_budget:
@@ -253,7 +259,7 @@ def own_settings(specs: Sequence[str], saes: Sequence[str]) -> list[Setting]:
     """Return methods exactly as their specs are written, such as ``prumerge(budget=None)``."""
     settings: list[Setting] = []
     for spec in specs:
-        method, _ = parse_spec(spec)
+        method = method_name(spec)
         for label in saes if has_parameter(method, "sae") else [None]:
             reducer = make(spec, **({} if label is None else {"sae": RawEmbedding()}))
             budget = getattr(reducer, "budget", None)

@@ -23,7 +23,7 @@ from torino.evaluation.results import ANSWERS, PROBLEMS, SETTINGS, Run, open_run
 from torino.evaluation.run_file import describe_run, new_settings, open_run_file
 from torino.evaluation.samples import Sample
 from torino.evaluation.tasks import Task
-from torino.reducers.base import parse_spec
+from torino.reducers.base import method_name
 from torino.vlm.session import VLM
 
 Key = tuple[str, str, str]
@@ -92,7 +92,7 @@ class RunPlan:
                     f"{idle[0]} has no tier to run in: {dynamic}, and there are no fixed ones. Leave it out, or give "
                     "fixed tiers (--budget 64)."
                 )
-        reads = [word for word in (*self.methods, *self.specs) if protocol.has_parameter(parse_spec(word)[0], "sae")]
+        reads = [word for word in (*self.methods, *self.specs) if protocol.has_parameter(method_name(word), "sae")]
         if reads and not saes:
             raise BadParameter(
                 f"{reads[0]} reads concepts and there is no SAE. Give one, or 'none' to run without one."

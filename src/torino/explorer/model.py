@@ -149,6 +149,7 @@ class ExplorerModel:
     def methods(self) -> list[dict[str, Any]]:
         """Return all methods that can run here, those of TORINO first, with what the page needs to know of them."""
         names = default_methods(text_query=self.vlm.text_query is not None)
+        names = [name for name in names if not get(name).in_language_model]
         names.sort(key=lambda name: (not name.startswith("torino-"), name))
         return [
             {
@@ -230,6 +231,11 @@ class ExplorerModel:
         if spec == ALL_TOKENS:
             return None
         name, parameters = parse_spec(spec)
+        if get(name).in_language_model:
+            raise BadParameter(
+                f"{spec} drops tokens inside the language model, by the question, and the explorer shows reductions of "
+                "the photo alone. Use torino ask or compare with it."
+            )
         if has_parameter(name, "sae"):
             parameters["sae"] = encoder
         return make(name, **parameters)

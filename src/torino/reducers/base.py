@@ -47,6 +47,8 @@ class Reducer(ABC):
     """Whether all views of an image share one budget (see :meth:`plan_views`) instead of having one each."""
     in_tower: ClassVar[bool] = False
     """Whether the method works inside a tower (:mod:`torino.reducers.in_tower`) and ``needs`` signals of its blocks."""
+    in_language_model: ClassVar[bool] = False
+    """Whether the method works inside the language model (:mod:`torino.reducers.in_language_model`)."""
     on_pixels: ClassVar[bool] = False
     """Whether the method changes the image before the tower (:class:`~torino.reducers.Downsample`)."""
     always_shown: ClassVar[tuple[str, ...]] = ()
@@ -268,8 +270,12 @@ def make(spec: str, **parameters: Any) -> Reducer:
     >>> from torino import RawEmbedding
     >>> make("torino-m(k=3, delta=2)", sae=RawEmbedding())
     torino-m(k=3, delta=2)
+    >>> make("divprune(budget=64)+fastv(budget=32)")
+    divprune(budget=64)+fastv(budget=32)
     """
     check_type("The reducer", spec, str, "a name or spec such as 'torino-m' or 'torino-m(k=3)'")
+    if len(parts := split_spec(spec)) > 1:
+        return _make_composed(parts, parameters)
     name, values = parse_spec(spec)
     cls = get(name)
     values |= parameters
@@ -286,6 +292,45 @@ def make(spec: str, **parameters: Any) -> Reducer:
     return cls(**values)
 
 
+def _make_composed(parts: Sequence[str], parameters: Mapping[str, Any]) -> Reducer:
+    from torino.reducers.composed import Composed, before_error  # which is built on this module
+
+    if len(parts) > 2:
+        raise BadParameter(
+            f"At most two methods can be joined by +, one before and one inside the language model, got {len(parts)}."
+        )
+    if "budget" in parameters:
+        raise BadParameter(
+            f"A budget for {'+'.join(parts)} would be ambiguous. Write one for each method, such as "
+            "torino-x(budget=64)+fastv(budget=32)."
+        )
+    if not get(parse_spec(parts[1])[0]).in_language_model:
+        raise before_error(*parts)
+    return Composed(make(parts[0], **parameters), make(parts[1]))
+
+
+def split_spec(spec: str) -> list[str]:
+    """Split the spec of joined methods at ``+``; a ``+`` inside brackets does not count.
+
+    Examples
+    --------
+    >>> split_spec("torino-x(budget=64) + fastv(budget=32)"), split_spec("torino-x(threshold=1e+1)")
+    (['torino-x(budget=64)', 'fastv(budget=32)'], ['torino-x(threshold=1e+1)'])
+    """
+    return [part.strip() for part in re.split(r"\+(?![^()]*\))", spec)]
+
+
+def method_name(spec: str) -> str:
+    """Return the name of a method that is given by name or spec; of joined methods, that of the first.
+
+    Examples
+    --------
+    >>> method_name("torino-m(k=2, delta=1)"), method_name("torino-x+fastv(budget=32)")
+    ('torino-m', 'torino-x')
+    """
+    return split_spec(spec)[0].partition("(")[0].strip()
+
+
 def describe(name: str) -> dict[str, str]:
     """Return a summary of a registered reducer, one line of text per entry."""
     cls = get(name)
@@ -297,7 +342,7 @@ def describe(name: str) -> dict[str, str]:
         "parameters": ", ".join(f"{field.name}={field.default!r}" for field in with_default),
         "needs": ", ".join(
             [*(["concepts"] if reads_concepts else []), *sorted(cls.needs)]
-            or ["the image" if cls.on_pixels else "patches only"]
+            or ["the language model" if cls.in_language_model else "the image" if cls.on_pixels else "patches only"]
         )
         + (", in every block" if cls.in_tower and not cls.on_pixels else ""),
         "length": "adaptive or fixed" if cls.adaptive else "fixed",

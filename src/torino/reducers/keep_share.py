@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from torino.core.errors import BadParameter
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
 from torino.reducers.base import AttentionMode, PositionMode, Reducer
+from torino.reducers.in_language_model import Stage
 from torino.reducers.in_tower import TowerState
 
 
@@ -101,6 +102,24 @@ class KeepShare(Reducer):
     def on_pixels(self) -> bool:  # type: ignore[override]
         """Whether the wrapped reducer changes the image before the tower."""
         return self.inner.on_pixels
+
+    @property
+    def in_language_model(self) -> bool:  # type: ignore[override]
+        """Whether the wrapped reducer works inside the language model."""
+        return self.inner.in_language_model
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Signals of the language model that the wrapped reducer reads."""
+        return cast(Any, self.inner).reads
+
+    def stages(self, tokens: int, blocks: int) -> list[Stage]:
+        """Return the stages of a reducer inside the language model."""
+        return self._with_budget(tokens).stages(tokens, blocks)
+
+    def select(self, signals: Mapping[str, Tensor], count: int) -> tuple[Tensor, Tensor]:
+        """Choose the tokens of one image that remain at a stage inside the language model."""
+        return cast(Any, self.inner).select(signals, count)
 
     def plan_grid(self, grid: tuple[int, int]) -> tuple[tuple[int, int], Reduction]:
         """Return the smaller grid of a reducer that changes the image, and what its patches cover."""

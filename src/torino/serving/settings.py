@@ -21,7 +21,8 @@ from torino.core.defaults import DEFAULT_METHOD
 from torino.core.errors import BadParameter
 from torino.core.schema import check_schema
 from torino.datasets.images import Padding
-from torino.reducers import KeepShare, Reducer, get, make
+from torino.reducers import KeepShare, Reducer, get, make, split_reducer
+from torino.reducers.base import method_name
 from torino.sae import SAE
 from torino.sae.identity import hash_sae
 from torino.version import __version__
@@ -169,6 +170,11 @@ def check_servable(reducer: Reducer | None) -> None:
     """Refuse a reducer whose tokens depend on other images or on the question, which a cache cannot serve."""
     if reducer is None:
         return
+    if split_reducer(reducer)[1] is not None:
+        raise BadParameter(
+            f"{reducer.spec} drops tokens inside the language model, by the question, and servers and token stores "
+            "hold what the language model receives. Choose a method that works before it, such as torino-x."
+        )
     if reducer.shares_batch:
         raise BadParameter(
             f"{reducer.spec} plans several images together, so the tokens of an image depend on the other requests. "
@@ -204,4 +210,4 @@ def default_sae(method: str, model: str) -> str | None:
 
 
 def _parameters(method: str) -> set[str]:
-    return {field.name for field in fields(cast(Any, get(method.partition("(")[0].strip())))}
+    return {field.name for field in fields(cast(Any, get(method_name(method))))}

@@ -25,7 +25,7 @@ that entered it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -117,6 +117,22 @@ class AttentionBias:
     def __bool__(self) -> bool:
         """Return whether anything is added."""
         return self.distance is not None or bool(self.sizes.any()) or self.first_sizes is not None
+
+    def row(self, layer: int, row: int, query: int, index: Tensor | None = None) -> Tensor:
+        """Return what is added for one query of one row in a layer that has all tokens, or those of ``index``."""
+        sizes = self.first_sizes if layer == 0 and self.first_sizes is not None else self.sizes
+        values = sizes[row] if self.distance is None else sizes[row] + self.distance[row, query].to(sizes)
+        return values if index is None else values[index[row].to(values.device)]
+
+    def taken(self, index: Tensor) -> AttentionBias:
+        """Return the bias of some tokens of each row; ``index`` has shape (rows, tokens), −1 for padding."""
+        index = index.clamp(min=0).to(self.sizes.device)
+        distance = self.distance
+        if distance is not None:
+            distance = distance.gather(1, index[:, :, None].expand(-1, -1, distance.shape[2]))
+            distance = distance.gather(2, index[:, None].expand(-1, index.shape[1], -1))
+        first = None if self.first_sizes is None else self.first_sizes.gather(1, index)
+        return AttentionBias(self.sizes.gather(1, index), first, distance)
 
     def padded(self, length: int) -> AttentionBias:
         """Return the bias of the same prompt with padding on the left, up to a length."""
@@ -236,13 +252,18 @@ def _rotary(model: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 @contextmanager
-def attention_bias(model: nn.Module, bias: AttentionBias | None) -> Generator[None]:
-    """Add a bias to the attention logits of the prompt's tokens inside the block; None or zeros change nothing."""
+def attention_bias(
+    model: nn.Module, bias: AttentionBias | None, index: Callable[[int], Tensor | None] | None = None
+) -> Generator[None]:
+    """Add a bias to the attention logits of the prompt's tokens inside the block; None or zeros change nothing.
+
+    ``index`` returns which tokens of the prompt a layer has, shape (rows, tokens); None for all.
+    """
     if bias is None or not bias:
         yield
         return
     layers = cast(Any, model).get_decoder().layers
-    first, other = (_BiasHook(bias, number) for number in range(2))
+    first, other = (_BiasHook(bias, number, index) for number in range(2))
     with ExitStack() as stack:
         for number, layer in enumerate(layers):
             with placing:
@@ -258,12 +279,17 @@ class _BiasHook:
     bias: AttentionBias
     layer: int
     """0 for the first layer, any other number for the others."""
+    index: Callable[[int], Tensor | None] | None = None
     _thread: int = field(default_factory=threading.get_ident)
     _last: tuple[Any, tuple[int, int], Tensor] | None = None
+    _taken: tuple[Tensor | None, AttentionBias] | None = None
 
     def __call__(self, module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, Any] | None:
         if threading.get_ident() != self._thread:  # another thread uses the same model
             return None
+        index = None if self.index is None else self.index(cast(Any, module).layer_idx)
+        if self._taken is None or self._taken[0] is not index:  # the layer has other tokens than the one before
+            self._taken, self._last = (index, self.bias if index is None else self.bias.taken(index)), None
         mask: Tensor | None = given.get("attention_mask")
         states: Tensor = given["hidden_states"] if "hidden_states" in given else arguments[0]
         past, length = 0, states.shape[1]
@@ -273,10 +299,10 @@ class _BiasHook:
             if mask is None:  # a static cache has its maximal length
                 length = int(cache.get_mask_sizes(length, module.layer_idx)[0])
         if self._last is None or self._last[0] is not mask or self._last[1] != (past, length):
-            self._last = (mask, (past, length), self._biased(mask, states, past, length))
+            self._last = (mask, (past, length), self._biased(self._taken[1], mask, states, past, length))
         return arguments, {**given, "attention_mask": self._last[2]}
 
-    def _biased(self, mask: Tensor | None, states: Tensor, past: int, length: int) -> Tensor:
+    def _biased(self, bias: AttentionBias, mask: Tensor | None, states: Tensor, past: int, length: int) -> Tensor:
         rows, new = states.shape[:2]
         lowest = torch.finfo(states.dtype).min
         if mask is None:  # causal
@@ -286,11 +312,11 @@ class _BiasHook:
         else:
             additive = mask.to(states.dtype, copy=True)
         additive = additive.expand(rows, -1, -1, -1).contiguous()
-        sizes = self.bias.first_sizes if self.layer == 0 and self.bias.first_sizes is not None else self.bias.sizes
+        sizes = bias.first_sizes if self.layer == 0 and bias.first_sizes is not None else bias.sizes
         copies = rows // len(sizes)  # beams, or several answers for one prompt
         prompt = additive[..., : sizes.shape[1]]
         prompt += sizes.repeat_interleave(copies, 0)[:, None, None, : prompt.shape[-1]].to(additive)
-        if self.bias.distance is not None and past < sizes.shape[1]:
-            distance = self.bias.distance[:, past : past + new, : prompt.shape[-1]]
+        if bias.distance is not None and past < sizes.shape[1]:
+            distance = bias.distance[:, past : past + new, : prompt.shape[-1]]
             prompt[:, :, : distance.shape[1]] += distance.repeat_interleave(copies, 0)[:, None].to(additive)
         return additive.clamp_(min=lowest)

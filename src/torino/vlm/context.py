@@ -6,10 +6,10 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -22,8 +22,11 @@ from torino.vlm.adapters.base import Adapter, Positions, adapter_for, position_c
 from torino.vlm.attention import Attention, AttentionBias, attention_bias, attention_mode, make_bias
 from torino.vlm.generate import GenerateCall, run_generate
 from torino.vlm.insertion import Side
+from torino.vlm.inside import InsideRun, is_uneven
 from torino.vlm.text_query import ClipText, TextQuery, WordText
-from torino.vlm.trace import Trace
+from torino.vlm.trace import ReducedCall, Trace
+
+_Prepared = tuple[dict[str, Any], AttentionBias | None, ReducedCall]
 
 
 @dataclass(frozen=True)
@@ -40,20 +43,35 @@ class ActiveReduction:
     """Set when the block ends; tasks that outlive it continue with the stock model."""
 
     @functools.cached_property
-    def reduce(self) -> Callable[[Mapping[str, Any], Side | None], tuple[dict[str, Any], AttentionBias | None]]:
+    def reduce(self) -> Callable[[Mapping[str, Any], Side | None], _Prepared]:
         """A function that reduces inputs and records the call; it returns the new inputs and their attention bias.
 
         It is hidden from compilers, which cannot follow hooks.
         """
 
-        def reduce(inputs: Mapping[str, Any], side: Side | None) -> tuple[dict[str, Any], AttentionBias | None]:
+        def reduce(inputs: Mapping[str, Any], side: Side | None) -> _Prepared:
             reduced_inputs, call = self.adapter.reduce_inputs(
                 inputs, self.reducer, self.positions, side=side, text_query=self.text_query
             )
             self.trace.add(call)
-            return reduced_inputs, make_bias(self.attention, self.adapter, reduced_inputs, call.sizes, call.patches)
+            bias = make_bias(self.attention, self.adapter, reduced_inputs, call.sizes, call.patches)
+            return reduced_inputs, bias, call
 
         return cast(Any, torch.compiler.disable(reduce))
+
+    def inside(self, call: ReducedCall) -> Callable[[Mapping[str, Any], AttentionBias | None], InsideRun] | None:
+        """Return a function that creates the run inside the language model, if the reducer works there."""
+        if not call.inside:
+            return None
+        return lambda inputs, bias: InsideRun(self.adapter, inputs, call.inside, call.after, bias)
+
+    def finish(self, call: ReducedCall, run: InsideRun | None) -> None:
+        """Complete the record of a call with what happened inside the language model."""
+        if run is None:
+            return
+        plans = tuple(run.finish(number, plan, self.reducer.spec) for number, plan in enumerate(call.reductions))
+        saved = call.bytes_saved + self.adapter.cache_bytes(run.removed_tokens()) // len(run.layers)
+        self.trace.replace(call, replace(call, reductions=plans, bytes_saved=saved))
 
 
 # The reduction that a thread or task uses for each model: a thread inside its own `with` never sees another's.
@@ -289,23 +307,43 @@ def _generate(active: ActiveReduction, stock: Callable[..., Any], named: dict[st
     call = GenerateCall(active.adapter.model, named)
     call.check()
     with torch.no_grad():
-        inputs, bias = active.reduce(call.inputs, "left")
-    return run_generate(call, stock, inputs, bias, active.positions)
+        inputs, bias, record = active.reduce(call.inputs, "left")
+    call.check_inside(record.inside)
+    output, run = run_generate(call, stock, inputs, bias, active.positions, inside=active.inside(record))
+    active.finish(record, run)
+    return output
 
 
 def _forward(active: ActiveReduction, stock: Callable[..., Any], named: dict[str, Any]) -> Any:
     """Run ``forward`` on the reduced prompt."""
     if not active.adapter.has_images(named):
+        _check_even(named.get("past_key_values"))
         return stock(**named)
     _check_cache(active.adapter, named)
-    inputs, bias = active.reduce(named, None)
-    with attention_bias(active.adapter.model, bias):
-        return stock(**inputs)
+    inputs, bias, record = active.reduce(named, None)
+    inside = active.inside(record)
+    run = None if inside is None else inside(inputs, bias)
+    hooked = nullcontext() if run is None else run.attached()
+    with hooked, attention_bias(active.adapter.model, bias, None if run is None else run.index):
+        output = stock(**inputs)
+    active.finish(record, run)
+    return output
+
+
+def _check_even(cache: Any) -> None:
+    """Refuse to continue from a cache whose layers hold different numbers of tokens."""
+    if is_uneven(cache):
+        raise BadParameter(
+            "The layers of past_key_values hold different numbers of tokens, because a method inside the language "
+            "model dropped some, and only the generate() call that filled it can continue from it. Give the whole "
+            "conversation to generate(), or choose a method that works before the language model."
+        )
 
 
 def _check_cache(adapter: Adapter, named: Mapping[str, Any]) -> None:
     """Refuse to continue from a cache that holds a shorter prompt than the one given."""
     cache, ids = named.get("past_key_values"), named.get("input_ids")
+    _check_even(cache)
     length = int(getattr(cache, "get_seq_length", int)())
     if not length:
         return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,6 +17,7 @@ from torino.core.timing import synchronize
 from torino.reducers import PositionMode
 from torino.vlm.attention import AttentionBias, attention_bias
 from torino.vlm.insertion import FILL
+from torino.vlm.inside import InsideImage, InsideRun, check_generation
 from torino.vlm.prefix import PrefixCache
 
 
@@ -52,6 +54,12 @@ class GenerateCall:
                 "prefill_chunk_size is set, and transformers drops the images of a prompt that it prefills in chunks. "
                 "Omit it; a reduced prompt is short."
             )
+
+    def check_inside(self, images: Sequence[InsideImage | None]) -> None:
+        """Refuse options that do not fit methods inside the language model."""
+        reducer = next((image.reducer for image in images if image is not None), None)
+        if reducer is not None:
+            check_generation(reducer, self._option)
 
     def translate(self, reduced: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments for the reduced prompt: adjusted lengths, and callbacks that see the full prompt."""
@@ -165,19 +173,25 @@ def run_generate(
     *,
     prefix: PrefixCache | None = None,
     clock: FirstTokenClock | None = None,
-) -> Any:
-    """Run ``generate`` on a reduced prompt, in the caller's terms."""
+    inside: Callable[[Mapping[str, Any], AttentionBias | None], InsideRun] | None = None,
+) -> tuple[Any, InsideRun | None]:
+    """Run ``generate`` on a reduced prompt, in the caller's terms.
+
+    ``inside`` creates the run of a reducer inside the language model for the final inputs; it is returned too.
+    """
     if positions != "compact" and inputs.get("use_cache") is False:
         inputs = _with_padding(inputs)
         bias = bias and bias.padded(inputs["input_ids"].shape[1])
-    with attention_bias(call.model, bias):
-        if prefix is not None:
+    run = None if inside is None else inside(inputs, bias)
+    hooked = nullcontext() if run is None else run.attached()
+    with hooked, attention_bias(call.model, bias, None if run is None else run.index):
+        if prefix is not None and run is None:  # its tokens would be chosen before the question is read
             inputs = prefix.resume(call.model, inputs, int(cast(Any, call.model).config.image_token_id))
         arguments = call.translate(inputs)
         if clock is not None:
             given: Any = arguments.get("stopping_criteria")
             arguments["stopping_criteria"] = [*(given or ()), clock]
-        return call.receive(stock(**arguments))
+        return call.receive(stock(**arguments)), run
 
 
 def _with_padding(inputs: dict[str, Any]) -> dict[str, Any]:

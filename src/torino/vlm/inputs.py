@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torino.core.reduction import ReductionBatch
+from torino.core.reduction import Reduction, ReductionBatch
 from torino.reducers import AttentionMode, PositionMode
+from torino.reducers.in_language_model import layer_averaged
 from torino.vlm.adapters.base import EncodedImages, ImageEmbeds, token_sizes
+from torino.vlm.inside import InsideImage, InsideRun
 from torino.vlm.prompt import Turn
+from torino.vlm.trace import sum_layers
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -71,6 +74,10 @@ class ReducedImages:
         Whether attention depends on the patches that each token represents.
     restore : bool
         Whether it also depends on distance, as in RESTORE.
+    inside : tuple of InsideImage
+        What happens to the tokens of each image inside the language model; empty for methods that work before it.
+    by : str
+        The reducer.
     """
 
     plans: ReductionBatch
@@ -80,11 +87,18 @@ class ReducedImages:
     positions: PositionMode
     proportional: bool
     restore: bool = False
+    inside: tuple[InsideImage, ...] = ()
+    by: str = ""
 
     @property
     def tokens(self) -> int:
-        """Visual tokens that the language model receives."""
-        return sum(len(item.slots) for item in self.embeds)
+        """Visual tokens that the language model processes. If it drops some, the mean over its layers, rounded."""
+        return round(layer_averaged(self.layers or (sum(len(item.slots) for item in self.embeds),)))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Visual tokens that each decoder layer processes; empty if all layers process the same."""
+        return sum_layers(self.inside)
 
     @property
     def attention(self) -> AttentionMode:
@@ -100,3 +114,23 @@ class ReducedImages:
     def patches(self) -> Sequence[int]:
         """Number of patches of each image."""
         return token_sizes(self.embeds, self.plans)[1]
+
+
+def finish_plans(reductions: Sequence[ReducedImages], run: InsideRun | None) -> list[tuple[Reduction, ...]]:
+    """Return the plans of each reduction, with what happened inside the language model.
+
+    Parameters
+    ----------
+    reductions : sequence of ReducedImages
+    run : InsideRun or None
+        The run of all their images, one after the other.
+    """
+    finished: list[tuple[Reduction, ...]] = []
+    number = 0
+    for reduction in reductions:
+        plans = tuple(reduction.plans)
+        if run is not None and reduction.inside:
+            plans = tuple(run.finish(number + i, plan, reduction.by) for i, plan in enumerate(plans))
+        finished.append(plans)
+        number += len(reduction.embeds)
+    return finished

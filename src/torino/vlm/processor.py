@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torino.core.checks import check_choice
 from torino.core.errors import BadParameter
-from torino.reducers import Reducer
+from torino.reducers import Reducer, split_reducer
 from torino.vlm.adapters.base import Positions
 from torino.vlm.attention import Attention
 from torino.vlm.context import ActiveReduction, active_reduction
@@ -93,6 +93,12 @@ class ReducingProcessor:
             raise BadParameter(
                 f'attention="{attention}" cannot be part of inputs for the unchanged model, which ReducingProcessor '
                 "returns. Use reduced(model, reducer), or plain attention."
+            )
+        if split_reducer(reducer)[1] is not None:
+            raise BadParameter(
+                f"{reducer.spec} drops tokens inside the language model, which inputs for the unchanged model cannot "
+                "do. Use reduced(model, reducer) instead of ReducingProcessor, or a method that works before the "
+                "language model, such as torino-x."
             )
         self.processor = processor
         self.active: ActiveReduction = active_reduction(model, reducer, positions, text_query, "plain")

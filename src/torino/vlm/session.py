@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -22,7 +22,7 @@ from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage, synchronize
 from torino.datasets.images import Padding, Picture, as_seen, mean_color, open_image, prepare
 from torino.datasets.video import Video
-from torino.reducers import InTowerReducer, Reducer, as_in_tower
+from torino.reducers import Reducer, split_reducer
 from torino.vlm import limits
 from torino.vlm.adapters.base import (
     CLIP_SIGNALS,
@@ -32,12 +32,15 @@ from torino.vlm.adapters.base import (
     adapter_for,
     position_choice,
     position_mode,
+    token_sizes,
 )
-from torino.vlm.attention import Attention, attention_mode, make_bias
-from torino.vlm.clips import add_times, join_frames, plans_together, processor_options, show_frames, visual_parts
+from torino.vlm.attention import Attention, AttentionBias, attention_mode, make_bias
+from torino.vlm.clips import processor_options, show_frames, visual_parts
 from torino.vlm.early_exit import measure_early_exit
+from torino.vlm.encode_once import Encoded
 from torino.vlm.generate import FirstTokenClock, GenerateCall, run_generate
-from torino.vlm.inputs import Inputs, ReducedImages
+from torino.vlm.inputs import Inputs, ReducedImages, finish_plans
+from torino.vlm.inside import InsideRun, plan_inside
 from torino.vlm.loading import ModelPackage, load_model, model_package
 from torino.vlm.prefix import PrefixCache
 from torino.vlm.prompt import (
@@ -46,7 +49,6 @@ from torino.vlm.prompt import (
     last_question,
     special_token_options,
     turn_images,
-    turn_visuals,
     user_turn,
     write_prompt,
 )
@@ -55,65 +57,6 @@ from torino.vlm.trace import Answer, Generated, ReducedCall, Trace
 
 if TYPE_CHECKING:
     from PIL import Image
-
-
-class Encoded:
-    """Images that the tower encodes once for any number of reducers and questions.
-
-    The tower runs on first use, for the union of the signals that the given reducers read. If the tower lacks one of
-    them, it runs again for each set of signals, and only the reducers that need the missing one fail.
-    """
-
-    def __init__(self, vlm: VLM, inputs: Inputs, reducers: Iterable[Reducer | None]) -> None:
-        check_type("inputs", inputs, Inputs, "the Inputs of VLM.inputs()")
-        self.vlm, self.inputs, reducers = vlm, inputs, limits.check_reducers(reducers)
-        self._runs: dict[frozenset[str], tuple[EncodedImages, dict[str, float]]] = {}
-        needs = [vlm.adapter.needs(reducer) for reducer in reducers if reducer is not None and not reducer.in_tower]
-        self._union = frozenset[str]().union(*needs) - QUERY_SIGNALS
-
-    def with_question(self, question: str) -> Encoded:
-        """Return the same images with another question; the tower does not run again."""
-        other = Encoded.__new__(Encoded)
-        other.vlm, other._runs, other._union = self.vlm, self._runs, self._union
-        images = turn_visuals(self.inputs.conversations[0]) if self.inputs.shown else self.inputs.images
-        inputs, pixels = self.vlm.inputs(images, question), self.vlm.adapter.pixel_names
-        shared = {name: value for name, value in self.inputs.tensors.items() if name in pixels}
-        other.inputs = replace(inputs, tensors={**inputs.tensors, **shared})  # one copy of the pixels in memory
-        return other
-
-    def run(self, reducer: Reducer | None) -> tuple[EncodedImages, ReductionBatch | None, dict[str, float]]:
-        """Return the encoded images for a reducer, its plans if it runs inside the tower, and the time it took."""
-        limits.check_reducer(reducer)
-        adapter = self.vlm.adapter
-        if reducer is not None and reducer.in_tower:
-            with recording() as seconds, stage("tower"):
-                in_tower = cast(InTowerReducer, as_in_tower(reducer))
-                images, plans = adapter.encode_in_tower(self.inputs.tensors, in_tower)
-            return images, plans, dict(seconds)
-        needs = frozenset[str]() if reducer is None else adapter.needs(reducer)
-        images, seconds = self._encode(needs - QUERY_SIGNALS)
-        if reducer is not None and needs & QUERY_SIGNALS:
-            query = self.vlm.query_for(self.inputs, reducer)
-            with recording() as query_seconds:
-                images = adapter.add_text_query(images, self.inputs.tensors, reducer, query)
-            seconds = {**seconds, **query_seconds}
-        if self.inputs.shown and images.modality == "image" and plans_together(adapter, reducer):
-            images = join_frames(images, self.inputs.shown)
-        return images, None, seconds
-
-    def _encode(self, needs: frozenset[str]) -> tuple[EncodedImages, dict[str, float]]:
-        signals = self._union if needs <= self._union else needs
-        if signals not in self._runs:
-            try:
-                with recording() as seconds, stage("tower"):
-                    images = self.vlm.adapter.encode(self.inputs.tensors, signals)
-            except MissingSignal:
-                if signals == needs:
-                    raise
-                self._union = needs  # the tower lacks a signal of another reducer
-                return self._encode(needs)
-            self._runs[signals] = add_times(images, self.inputs.videos), dict(seconds)
-        return self._runs[signals]
 
 
 class VLM:
@@ -275,7 +218,8 @@ class VLM:
         """Plan, reduce and project; None keeps all tokens."""
         check_type("encoded", encoded, Encoded, "the Encoded images of VLM.encode()")
         images, plans, seconds = encoded.run(reducer)
-        cache = getattr(reducer, "sae", None)
+        first, inside = (None, None) if reducer is None else split_reducer(reducer)
+        cache = getattr(first, "sae", None)
         before = cache.saved_seconds if isinstance(cache, CachedEncoder) else 0.0
         with recording() as planning:
             if reducer is None:
@@ -299,6 +243,8 @@ class VLM:
             position_mode(self.positions, reducer),
             proportional=mode != "plain",
             restore=mode == "restore",
+            inside=plan_inside(self.adapter, inside, token_sizes(embeds, plans)[0]),
+            by="" if reducer is None else reducer.spec,
         )
 
     @torch.no_grad()
@@ -319,7 +265,8 @@ class VLM:
             They must agree in ``positions`` and ``attention``. Several reductions in one call are possible where
             ``adapter.batches_reductions`` is True.
         prefix : PrefixCache, optional
-            Shares the prompt up to the end of its images among several questions, where the family allows it.
+            Shares the prompt up to the end of its images among several questions, where the family allows it. Methods
+            inside the language model read the question first, so they do not use it.
         **generation
             Passed to ``model.generate``.
         """
@@ -342,11 +289,31 @@ class VLM:
         sizes = [size for reduction in reductions for size in reduction.sizes]
         patches = [number for reduction in reductions for number in reduction.patches]
         bias = make_bias(first.attention, self.adapter, short, sizes, patches)
+        inside = self._inside(reductions, call)
         begin = time.perf_counter()
-        output = run_generate(
-            call, cast(Any, self.model).generate, short, bias, first.positions, prefix=prefix, clock=clock
+        output, run = run_generate(
+            call,
+            cast(Any, self.model).generate,
+            short,
+            bias,
+            first.positions,
+            prefix=prefix,
+            clock=clock,
+            inside=inside,
         )
-        return self._generated(output, rows["input_ids"].shape[1], clock, begin)
+        generated = self._generated(output, rows["input_ids"].shape[1], clock, begin)
+        return replace(generated, plans=finish_plans(reductions, run))
+
+    def _inside(
+        self, reductions: Sequence[ReducedImages], call: GenerateCall
+    ) -> Callable[[Mapping[str, Any], AttentionBias | None], InsideRun] | None:
+        """Return a function that creates the run inside the language model, if a reducer works there."""
+        if not any(reduction.inside for reduction in reductions):
+            return None
+        images = [image for item in reductions for image in item.inside or [None] * len(item.embeds)]
+        counts = [len(item.slots) for reduction in reductions for item in reduction.embeds]
+        call.check_inside(images)
+        return lambda inputs, bias: InsideRun(self.adapter, inputs, images, counts, bias)
 
     def _generated(self, output: Any, length: int, clock: FirstTokenClock, begin: float) -> Generated:
         synchronize()
@@ -401,9 +368,10 @@ class VLM:
         trace = None
         if reducer is not None:
             after = tuple(len(item.slots) for item in reduction.embeds)
-            saved = self.adapter.cache_bytes(before - sum(after))
-            full = reduction.encoded.full
-            trace = Trace([ReducedCall(tuple(reduction.plans), full, after, seconds, saved, self.padding)])
+            kept = reduction.layers or (sum(after),)
+            saved = self.adapter.cache_bytes(len(kept) * before - sum(kept)) // len(kept)
+            call = ReducedCall(output.plans[0], reduction.encoded.full, after, seconds, saved, self.padding)
+            trace = Trace([replace(call, inside=reduction.inside)])
         return Answer(
             text=output.texts[0],
             prompt=inputs.prompts[0],
@@ -414,6 +382,7 @@ class VLM:
             | {"prefill": output.prefill, "decode": output.decode, "total": total},
             padding=self.padding,
             trace=trace,
+            layers=reduction.layers,
             seen=tuple(as_seen(inputs.tensors, self.processor, inputs.images)),
         )
 

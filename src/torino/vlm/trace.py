@@ -11,12 +11,14 @@ from torino.core.checks import check_type, to_index
 from torino.core.errors import BadIndex, BadParameter
 from torino.core.explanation import format_removed
 from torino.core.reduction import Reduction
+from torino.reducers.in_language_model import layer_averaged
 
 if TYPE_CHECKING:  # so that models can be listed without Pillow
     from PIL import Image
     from torch import Tensor
 
     from torino.datasets.images import Padding
+    from torino.vlm.inside import InsideImage
 
 # Stages in the order they run; the stages in parentheses are part of the stage before them.
 STAGES = {"tower": ("signals", "steps"), "question": (), "plan": ("sae", "grouping"), "projector": ()}
@@ -45,6 +47,9 @@ class ReducedCall:
         For each image, the patches that each of its tokens represents; 0 for separators and registers.
     patches : tuple of int
         Patches of each image.
+    inside : tuple of InsideImage
+        What happens to the tokens of each image inside the language model; empty for methods that work before it. The
+        reductions are complete once the language model has read the prompt.
     """
 
     reductions: tuple[Reduction, ...]
@@ -55,6 +60,17 @@ class ReducedCall:
     padding: str = ""
     sizes: tuple[Tensor, ...] = ()
     patches: tuple[int, ...] = ()
+    inside: tuple[InsideImage, ...] = ()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Image tokens that each decoder layer processes; empty if all layers process the same."""
+        return sum_layers(self.inside)
+
+    @property
+    def layer_averaged(self) -> float:
+        """Mean over the decoder layers of the image tokens that they process."""
+        return layer_averaged(self.layers or (sum(self.after),))
 
 
 @dataclass
@@ -75,6 +91,11 @@ class Trace(Sequence[Reduction]):
         check_type("call", call, ReducedCall, "a ReducedCall")
         with self._lock:
             self.calls.append(call)
+
+    def replace(self, call: ReducedCall, new: ReducedCall) -> None:
+        """Replace a call, once what happened inside the language model is known."""
+        with self._lock:
+            self.calls[next(i for i, known in enumerate(self.calls) if known is call)] = new
 
     @property
     def reductions(self) -> list[Reduction]:
@@ -112,6 +133,11 @@ class Trace(Sequence[Reduction]):
         return sum(sum(call.after) for call in self.calls)
 
     @property
+    def layer_averaged(self) -> float:
+        """Image tokens, averaged over the layers of the language model; ``after`` unless a method works inside it."""
+        return sum(call.layer_averaged for call in self.calls)
+
+    @property
     def seconds(self) -> dict[str, float]:
         """Seconds by stage, over all calls."""
         total: dict[str, float] = {}
@@ -136,12 +162,14 @@ class Trace(Sequence[Reduction]):
             return "No image was reduced."
         lines = [f"{'call':>4}  {'images':>6}  {'tokens':>15}  {'removed':>10}  {'cache saved':>11}  reducer"]
         for number, call in enumerate(self.calls):
-            before, after = sum(call.before), sum(call.after)
+            before, after = sum(call.before), min(call.layers, default=sum(call.after))
             by = call.reductions[0].by if call.reductions else ""
             lines.append(
                 f"{number:>4}  {len(call.before):>6}  {f'{before} -> {after}':>15}  "
                 f"{format_removed(before, after):>10}  {call.bytes_saved / 2**20:>7.1f} MiB  {by}"
             )
+        if any(call.inside for call in self.calls):
+            lines.append(f"layer-averaged tokens: {self.before} -> {self.layer_averaged:.1f}")
         return "\n".join([*lines, f"time: {self._format_times()}"])
 
     def _format_times(self) -> str:
@@ -152,6 +180,11 @@ class Trace(Sequence[Reduction]):
             if stage in seconds:
                 times.append(f"{stage} {seconds.pop(stage) * 1e3:.1f} ms" + (f" ({inner})" if inner else ""))
         return ", ".join([*times, *[f"{name} {value * 1e3:.1f} ms" for name, value in seconds.items()]])
+
+
+def sum_layers(inside: Sequence[InsideImage]) -> tuple[int, ...]:
+    """Return how many tokens of all images each decoder layer processes; empty without images."""
+    return tuple(map(sum, zip(*(image.layers for image in inside), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,12 +199,15 @@ class Generated:
         Generated tokens, shape (rows, new tokens).
     prefill, decode : float
         Seconds until the first token, and from there to the end.
+    plans : list of tuple of Reduction
+        The reductions of each of the given images, with what happened inside the language model.
     """
 
     texts: list[str]
     ids: Tensor
     prefill: float
     decode: float
+    plans: list[tuple[Reduction, ...]] = field(default_factory=list[tuple[Reduction, ...]])
 
 
 @dataclass(frozen=True)
@@ -213,7 +249,8 @@ class Answer:
     prompt : str
         The text that the model received, with one marker for each image.
     before, after : int
-        Image tokens of the full prompt, and those that the language model received.
+        Image tokens of the full prompt, and those that the language model processed. If it dropped some, the mean over
+        its layers, rounded.
     new_tokens : int
         Length of the answer.
     seconds : dict
@@ -232,6 +269,8 @@ class Answer:
     early_exit : EarlyExit or None
         What stopping the tower saves in both answers compared with the stock model; measured with a baseline, where
         the model does not read the last block.
+    layers : tuple of int
+        Image tokens that each layer of the language model processed; empty if all processed the same.
     """
 
     text: str
@@ -245,6 +284,7 @@ class Answer:
     seen: tuple[Image.Image, ...] = field(default=(), repr=False)
     baseline: Answer | None = None
     early_exit: EarlyExit | None = None
+    layers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """Return the text."""
@@ -294,6 +334,10 @@ class Answer:
             "new_tokens": self.new_tokens,
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
         }
+        if self.layers:
+            averaged = round(layer_averaged(self.layers), 3)
+            result["image_tokens"] |= {"layer_averaged": averaged, "first_layer": self.layers[0]}
+            result["image_tokens"]["last_layer"] = self.layers[-1]
         if self.baseline is not None:
             result["baseline"] = self.baseline.to_dict()
             result["speedup"] = {name: round(value, 3) for name, value in self.speedup.items()}

@@ -141,6 +141,22 @@ def test_a_method_that_reads_the_question(vlm: VLM) -> None:
         without.on_model(vlm, [photo()], question=QUESTION)
 
 
+def test_methods_inside_the_language_model(vlm: VLM) -> None:
+    methods = "fastv,random(budget=7)+dart(budget=3)"
+    settings, _ = bench_settings(methods, "5", "none", with_model=True)
+    bench = Bench(settings, {}, BenchPlan(2, 0, 1, 2))
+    bench.on_model(vlm, [photo()], question=QUESTION)
+    rows = {row.setting.spec: row for row in bench.rows}
+    assert len(rows) == 3, bench.notes
+    layers = len(vlm.model.get_decoder().layers)
+    assert rows["fastv(budget=5)"].tokens == [round((16 + 5 * (layers - 1)) / layers)] * 2
+    assert rows["random(budget=7)+dart(budget=3)"].tokens == [round((7 + 3 * (layers - 1)) / layers)] * 2
+    alone = Bench([*bench_settings("random", "5", "none")[0], *settings[1:]], {}, BenchPlan(1, 0))
+    alone.on_tokens(make_token_images())
+    assert [row.setting.method for row in alone.rows] == ["random"]
+    assert len([note for note in alone.notes if "inside the language model" in note]) == 2
+
+
 def test_host_options_are_recorded(vlm: VLM) -> None:
     settings, _ = bench_settings("random", "5", "none", with_model=True)
     session = VLM(vlm.model, vlm.processor, padding="square", positions="original", attention="proportional")

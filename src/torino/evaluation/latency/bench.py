@@ -29,7 +29,7 @@ from torino.evaluation.latency.probes import (
 )
 from torino.evaluation.latency.rows import BenchPlan, BenchRow
 from torino.evaluation.protocol import Setting
-from torino.reducers import Reducer, as_in_tower
+from torino.reducers import Reducer, as_in_tower, split_reducer
 from torino.sae import SAE
 
 if TYPE_CHECKING:  # Pillow and transformers are only needed to measure a model
@@ -95,6 +95,8 @@ class Bench:
         self.rows = [row for row in self.rows if row.reducer is not None]
         for row in [row for row in self.rows if row.reducer is not None and as_in_tower(row.reducer) is not None]:
             self._leave_out(row, "it runs inside a vision tower, so it cannot be timed on tokens alone")
+        for row in [row for row in self.rows if row.reducer is not None and split_reducer(row.reducer)[1] is not None]:
+            self._leave_out(row, "it runs inside the language model, so it cannot be timed on tokens alone")
         missing = {id(row): missing_signals(row.reducer, images[0]) for row in self.rows if row.reducer is not None}
         names = frozenset[str]().union(*missing.values())
         ready = [with_signals(image, names, i, device) for i, image in enumerate(images)]
@@ -180,15 +182,17 @@ class Bench:
 
     def _time_reducer(self, row: BenchRow, reducer: Reducer, encoded: Encoded, keep: bool) -> None:
         adapter = encoded.vlm.adapter
-        in_tower = as_in_tower(reducer)
+        first, inside = split_reducer(reducer)  # what happens in the language model is part of the answer
+        in_tower = None if first is None else as_in_tower(first)
+        processed = encoded.vlm.reduce(encoded, reducer).tokens if inside is not None else None
         if in_tower is None:
             images = encoded.run(reducer)[0]
-            self._time(row, images.tokens, lambda: adapter.plan(reducer, images), keep)
+            self._time(row, images.tokens, lambda: adapter.plan(reducer, images), keep, processed)
             return
         tokens = encoded.run(None)[0].tokens
         with recording() as seconds:  # the steps between the blocks are all there is of the reducer
             _, plans = adapter.encode_in_tower(encoded.inputs.tensors, in_tower)
-        self._note(row, seconds.get("steps", 0.0), tokens, [len(plan) for plan in plans], keep)
+        self._note(row, seconds.get("steps", 0.0), tokens, [len(plan) for plan in plans], keep, processed)
 
     def _time_answers(self, vlm: VLM, images: Sequence[Picture], question: str) -> None:
         """Time whole answers after one untimed answer of each method; then measure memory, which disturbs the clock."""
@@ -230,20 +234,32 @@ class Bench:
             self._progress("module alone", turn + 1, len(turns))
 
     def _time(
-        self, row: BenchRow, tokens: Sequence[VisualTokens], plan: Callable[[], ReductionBatch], keep: bool
+        self,
+        row: BenchRow,
+        tokens: Sequence[VisualTokens],
+        plan: Callable[[], ReductionBatch],
+        keep: bool,
+        processed: int | None = None,
     ) -> None:
         begin = now()
         lengths = apply_plans(tokens, plan())
-        self._note(row, now() - begin, tokens, lengths, keep)
+        self._note(row, now() - begin, tokens, lengths, keep, processed)
 
     def _note(
-        self, row: BenchRow, took: float, tokens: Sequence[VisualTokens], lengths: Sequence[int], keep: bool
+        self,
+        row: BenchRow,
+        took: float,
+        tokens: Sequence[VisualTokens],
+        lengths: Sequence[int],
+        keep: bool,
+        processed: int | None = None,
     ) -> None:
+        """Record a measurement; ``processed`` tokens if the language model drops some of them."""
         floor = time_gather(tokens, lengths)
         if keep:
             row.module.append(took)
             row.floor.append(floor)
-            row.tokens.append(sum(lengths))
+            row.tokens.append(sum(lengths) if processed is None else processed)
 
     def _count_survivors(self, tokens_for: Callable[[Reducer], Sequence[VisualTokens]]) -> None:
         """Count what the prefilter of each measured SAE lets through, on the tokens of its first row."""

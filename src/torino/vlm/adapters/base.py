@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
@@ -18,10 +17,18 @@ from torino.core.placement import place_at_median
 from torino.core.plugins import load_plugins
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage
-from torino.core.tokens import VisualTokens
-from torino.reducers import Downsample, InTowerReducer, KeepShare, PositionMode, Reducer, as_in_tower
-from torino.vlm.adapters.encoded import EncodedImages, ImageEmbeds
+from torino.reducers import (
+    Downsample,
+    InTowerReducer,
+    KeepShare,
+    PositionMode,
+    Reducer,
+    as_in_tower,
+    split_reducer,
+)
+from torino.vlm.adapters.encoded import EncodedImages, ImageEmbeds, plan_units
 from torino.vlm.insertion import ShortenedPrompt, Side, shorten_prompt
+from torino.vlm.inside import plan_inside
 from torino.vlm.trace import ReducedCall
 
 if TYPE_CHECKING:
@@ -74,6 +81,9 @@ class Adapter(ABC):
     """Whether the model reads the features of all videos as one tensor."""
     in_tower_refusal: ClassVar[str] = "torino does not run the blocks of its tower one by one"
     """Why no reducer can run inside the tower; empty where one can."""
+
+    inside_refusal: ClassVar[str] = "torino does not know how its images correspond to the tokens of its prompt"
+    """Why no reducer can work inside the language model; empty where one can, see :mod:`torino.vlm.inside`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -184,7 +194,11 @@ class Adapter(ABC):
     # ------------------------------------------------------------------ shared by all families
 
     def needs(self, reducer: Reducer) -> frozenset[str]:
-        """Return the signals that a reducer reads in this model."""
+        """Return the signals of the tower and of the question that a reducer reads in this model."""
+        before, _ = split_reducer(reducer)
+        if before is None:
+            return frozenset()
+        reducer = before
         optional = reducer.optional if self.projects_patches else frozenset[str]()
         return reducer.needs | optional | (reducer.view_needs if self.tiles else frozenset())
 
@@ -192,7 +206,8 @@ class Adapter(ABC):
         self, inputs: Mapping[str, Any], reducer: Reducer, text_query: TextQuery | None = None
     ) -> tuple[EncodedImages, ReductionBatch | None]:
         """Encode the images for one reducer; a reducer inside the tower returns its plans as well."""
-        in_tower = as_in_tower(reducer)
+        before, _ = split_reducer(reducer)
+        in_tower = None if before is None else as_in_tower(before)
         needs = self.needs(reducer)
         if needs & QUERY_SIGNALS and text_query is None:
             reader = "load_clip_text(name)" if needs & CLIP_SIGNALS else "WordText(processor)"
@@ -229,9 +244,15 @@ class Adapter(ABC):
         return replace(encoded, reduced_tokens=tokens), ReductionBatch.of([plan for plan, _ in placed])
 
     def plan(self, reducer: Reducer, encoded: EncodedImages) -> ReductionBatch:
-        """Plan every unit; units of one image that share a budget are planned together."""
+        """Plan every unit; units of one image that share a budget are planned together.
+
+        Methods that work inside the language model keep all tokens before it.
+        """
+        before, _ = split_reducer(reducer)
+        if before is None:
+            return ReductionBatch.of([Reduction.identity(by=reducer.spec, **unit.layout) for unit in encoded.tokens])
         with torch.no_grad():
-            plans = _plan_units(reducer, encoded)
+            plans = plan_units(before, encoded)
         self.check_plans(reducer, plans)
         return plans
 
@@ -243,7 +264,10 @@ class Adapter(ABC):
         side: Side | None = None,
         text_query: TextQuery | None = None,
     ) -> tuple[dict[str, Any], ReducedCall]:
-        """Turn the inputs of a full prompt into those of the reduced one."""
+        """Turn the inputs of a full prompt into those of the reduced one.
+
+        If the reducer works inside the language model, the call says what remains to be done there.
+        """
         self.check_inputs(inputs)
         with recording() as seconds:
             encoded, plans = self.encode_for(inputs, reducer, text_query)
@@ -259,7 +283,9 @@ class Adapter(ABC):
         after = tuple(len(item.slots) for item in embeds)
         saved = self.cache_bytes(inputs["input_ids"].numel() - prompt.inputs["input_ids"].numel())
         sizes, patches = token_sizes(embeds, plans)
-        return reduced, ReducedCall(tuple(plans), encoded.full, after, dict(seconds), saved, "", sizes, patches)
+        inside = plan_inside(self, split_reducer(reducer)[1], sizes)
+        call = ReducedCall(tuple(plans), encoded.full, after, dict(seconds), saved, "", sizes, patches, inside)
+        return reduced, call
 
     def insert(
         self,
@@ -356,27 +382,6 @@ def _has_pixels(inputs: Mapping[str, Any], name: str) -> bool:
     if not isinstance(pixels, Tensor | list | tuple) or (isinstance(pixels, Tensor) and not pixels.ndim):
         raise BadParameter(f"{name} must be the tensor of the processor, got {describe_value(pixels)}.")
     return len(cast(Sequence[Any], pixels)) > 0
-
-
-def _plan_units(reducer: Reducer, encoded: EncodedImages) -> ReductionBatch:
-    tokens = [_detached(unit) for unit in encoded.tokens]
-    if not reducer.shares_views or not encoded.tilings:
-        return reducer.plan_batch(tokens)
-    plans, units = list[Reduction](), iter(tokens)
-    for tiling in encoded.tilings:
-        views: list[VisualTokens | None] = [None] * (1 + prod(tiling.layout))
-        for view in tiling.views:
-            views[view] = next(units)
-        base, *tiles = views
-        plans.extend(reducer.plan_views(cast(VisualTokens, base), tiles, tiling.layout))
-    return ReductionBatch.of(plans)
-
-
-def _detached(tokens: VisualTokens) -> VisualTokens:
-    """Drop the gradient: planning is discrete, and a reducer may use numpy."""
-    if not tokens.patches.requires_grad:
-        return tokens
-    return tokens.with_(patches=tokens.patches.detach(), cls=None if tokens.cls is None else tokens.cls.detach())
 
 
 def _counts_up(positions: Tensor, mask: Tensor) -> bool:

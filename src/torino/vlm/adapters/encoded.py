@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
 from torino.core.ragged import Ragged
-from torino.core.reduction import ReductionBatch
+from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
+from torino.reducers import Reducer
 
 
 @dataclass(frozen=True)
@@ -89,3 +91,25 @@ class ImageEmbeds:
     slots: Tensor
     sizes: Tensor | None = None
     patches: int = 0
+
+
+def plan_units(reducer: Reducer, encoded: EncodedImages) -> ReductionBatch:
+    """Plan every unit; units of one image that share a budget are planned together."""
+    tokens = [_detached(unit) for unit in encoded.tokens]
+    if not reducer.shares_views or not encoded.tilings:
+        return reducer.plan_batch(tokens)
+    plans, units = list[Reduction](), iter(tokens)
+    for tiling in encoded.tilings:
+        views: list[VisualTokens | None] = [None] * (1 + prod(tiling.layout))
+        for view in tiling.views:
+            views[view] = next(units)
+        base, *tiles = views
+        plans.extend(reducer.plan_views(cast(VisualTokens, base), tiles, tiling.layout))
+    return ReductionBatch.of(plans)
+
+
+def _detached(tokens: VisualTokens) -> VisualTokens:
+    """Drop the gradient: planning is discrete, and a reducer may use numpy."""
+    if not tokens.patches.requires_grad:
+        return tokens
+    return tokens.with_(patches=tokens.patches.detach(), cls=None if tokens.cls is None else tokens.cls.detach())

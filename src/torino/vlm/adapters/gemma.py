@@ -25,6 +25,8 @@ from torino.vlm.trace import ReducedCall
 class SiglipAdapter(CellAdapter):
     """Models that read the output of a SigLIP tower, without its pooling head."""
 
+    inside_refusal: ClassVar[str] = "its image tokens see each other in both directions"
+
     def tower_output(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> tuple[Tensor, CapturedFeatures, Origin]:
         """Return the patches after the tower's final norm, (images, patches, D), with their signals and origin."""
         (tower, parts), pixels = self.tower(), inputs["pixel_values"]

@@ -22,6 +22,7 @@ class Idefics(CellAdapter):
     """
 
     families: ClassVar[tuple[str, ...]] = ("idefics3", "smolvlm")
+    inside_refusal: ClassVar[str] = ""
 
     @property
     def pixel_names(self) -> tuple[str, ...]:

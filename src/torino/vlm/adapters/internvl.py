@@ -125,6 +125,7 @@ class InternVL(CellAdapter):
     """
 
     families: ClassVar[tuple[str, ...]] = ("internvl",)
+    inside_refusal: ClassVar[str] = ""
 
     @property
     def pixel_names(self) -> tuple[str, ...]:

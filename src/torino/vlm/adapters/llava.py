@@ -33,6 +33,7 @@ class Llava(Adapter):
     separates_images: ClassVar[bool] = True
     joins_frames: ClassVar[bool] = True
     in_tower_refusal: ClassVar[str] = ""
+    inside_refusal: ClassVar[str] = ""
     prompt_template: ClassVar[str] = "USER: {images}{question} ASSISTANT:"
     image_suffix: ClassVar[str] = "\n"
 

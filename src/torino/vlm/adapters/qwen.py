@@ -73,6 +73,7 @@ class Qwen(Adapter):
     proportional_attention: ClassVar[bool] = True
     projects_patches: ClassVar[bool] = True
     position_axes: ClassVar[int] = 2
+    inside_refusal: ClassVar[str] = ""
     in_tower_refusal: ClassVar[str] = (
         "its tower merges 2x2 patches into one token after its last block and needs all four"
     )
