@@ -80,8 +80,8 @@ $(VLLM_STAMP): requirements/vllm-test.txt requirements/torchvision_operators.py 
 		echo "import torchvision_operators" > "$$site/torchvision_operators.pth"
 	@touch $@
 
-vllm-test: $(VLLM_STAMP) ## Test the vLLM plug-in in an environment with vLLM, in .venv-vllm
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/serving/vllm
+vllm-test: $(VLLM_STAMP) ## Test the vLLM plug-in, and video processors, which need torchvision, in .venv-vllm
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/serving/vllm tests/vlm/test_video_processors.py
 
 explorer/node_modules: explorer/package.json explorer/package-lock.json
 	cd explorer && npm ci --no-audit --no-fund --silent

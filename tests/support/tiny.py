@@ -144,9 +144,10 @@ class Identity(Reducer):
     """Keep every patch."""
 
     name = "identity"
+    takes_frames = True
 
     def plan(self, tokens: VisualTokens) -> Reduction:
-        return Reduction.identity(tokens.grid, self.spec)
+        return Reduction.identity(by=self.spec, **tokens.layout)
 
 
 @dataclass(frozen=True)

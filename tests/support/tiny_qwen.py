@@ -86,3 +86,47 @@ def make_inputs(rows: Sequence[Sequence[tuple[int, int]]], *, side: str = "left"
     if pixels:
         inputs |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
     return inputs
+
+
+# Frames, rows and columns of tokens of the videos of each row.
+VIDEO_ROWS = ([(3, 2, 3)], [], [(2, 2, 2), (1, 1, 3)], [(4, 3, 2)])
+
+
+def make_video_inputs(
+    family: str, rows: Sequence[Sequence[tuple[int, int, int]]], *, side: str = "left", seed: int = 3
+) -> dict[str, Any]:
+    """Return the inputs of some rows with videos, as the family's processor writes them.
+
+    Qwen3-VL writes the time of each frame as text before its placeholders; Qwen2.5-VL returns the seconds between
+    frames.
+    """
+    lines: list[list[int]] = []
+    pixels: list[Tensor] = []
+    grids: list[tuple[int, int, int]] = []
+    for videos in rows:
+        source = torch.Generator().manual_seed(seed + sum(81 * t + 9 * h + w for t, h, w in videos))
+
+        def words(count: int, source: torch.Generator = source) -> list[int]:
+            return torch.randint(2, 50, (count,), generator=source).tolist()
+
+        line = words(3)
+        for times, height, width in videos:
+            if family == "qwen3_vl":
+                for _ in range(times):
+                    line += [*words(2), START, *[VIDEO] * (height * width), END]
+            else:
+                line += [START, *[VIDEO] * (times * height * width), END]
+            line += words(2)
+            pixels.append(torch.randn(4 * times * height * width, 3 * 2 * PATCH * PATCH, generator=source))
+            grids.append((times, 2 * height, 2 * width))
+        lines.append(line + words(2))
+    length = max(map(len, lines))
+    padding = [[PAD] * (length - len(line)) for line in lines]
+    ids = torch.tensor([pad + line if side == "left" else line + pad for pad, line in zip(padding, lines, strict=True)])
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    inputs["mm_token_type_ids"] = 2 * (ids == VIDEO).long()
+    if pixels:
+        inputs |= {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids)}
+        if family == "qwen2_5_vl":
+            inputs["second_per_grid_ts"] = [0.5 + 0.25 * i for i in range(len(grids))]
+    return inputs

@@ -45,12 +45,17 @@ def make_model(family: str, tower: str = "", side: int = SIDE, patch: int = PATC
         "image_size": side,
         "patch_size": patch,
     }
-    is_next = family == "llava_next"
+    is_next = family.startswith("llava_next")
     tower = tower or ("clip" if is_next else "siglip")
     options = {"vision_feature_select_strategy": "default" if tower == "clip" else "full"} | options
     if not is_next:
         options = {"video_token_index": VIDEO, "vision_aspect_ratio": "anyres_max_2"} | options
-    config = (transformers.LlavaNextConfig if is_next else transformers.LlavaOnevisionConfig)(
+    kind = {"llava_next": "LlavaNext", "llava_next_video": "LlavaNextVideo", "llava_onevision": "LlavaOnevision"}[
+        family
+    ]
+    if family == "llava_next_video":
+        options = {"video_token_index": VIDEO} | options
+    config = getattr(transformers, f"{kind}Config")(
         text_config={"model_type": "llama" if is_next else "qwen2", **text},
         vision_config={
             "model_type": tower if "dino" in tower else f"{tower}_vision_model",
@@ -61,8 +66,7 @@ def make_model(family: str, tower: str = "", side: int = SIDE, patch: int = PATC
         **{"image_grid_pinpoints": PINPOINTS} | options,
     )
     torch.manual_seed(3)
-    name = "LlavaNextForConditionalGeneration" if is_next else "LlavaOnevisionForConditionalGeneration"
-    model = getattr(transformers, name)(config).eval()
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
@@ -71,7 +75,7 @@ def make_model(family: str, tower: str = "", side: int = SIDE, patch: int = PATC
 
 def image_processor(family: str) -> Any:
     """Return the image processor of a family."""
-    if family == "llava_next":
+    if family.startswith("llava_next"):
         from transformers.models.llava_next.image_processing_pil_llava_next import (
             LlavaNextImageProcessorPil as ImageProcessor,
         )
@@ -117,3 +121,27 @@ def make_inputs(model: Any, rows: Sequence[Sequence[tuple[int, int]]], side: str
 def generate(model: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
     """Generate a few tokens greedily."""
     return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+
+
+def make_video_inputs(model: Any, rows: Sequence[Sequence[int]], side: str = "left", frames: int = 3) -> dict[str, Any]:
+    """Return prompts with videos of some frames; the number in a row is the seed of a video, 0 frames is none."""
+    videos = [
+        torch.randn(frames, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
+        for row in rows
+        for seed in row
+    ]
+    pooled = (SIDE // PATCH // 2) ** 2
+    length = frames * pooled + (model.config.model_type == "llava_onevision")
+    texts = []
+    for row in rows:
+        text = [1, 5 + 7 * sum(row) % 40]
+        for seed in row:
+            text += [VIDEO] * length + [20 + seed % 20]
+        texts.append(torch.tensor([*text, 9, 10]))
+    longest = max(map(len, texts))
+    ids, mask = torch.full((len(texts), longest), PAD), torch.zeros(len(texts), longest, dtype=torch.long)
+    for number, text in enumerate(texts):
+        at = slice(longest - len(text), None) if side == "left" else slice(0, len(text))
+        ids[number, at], mask[number, at] = text, 1
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    return inputs | ({"pixel_values_videos": torch.stack(videos)} if videos else {})

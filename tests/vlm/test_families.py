@@ -53,6 +53,7 @@ def _cells(family: Family) -> tuple[Any, list[dict[str, Any]]]:
 MODELS: dict[str, Build] = {
     "llava": _llava,
     "llava_next": lambda: _tiles("llava_next"),
+    "llava_next_video": lambda: _tiles("llava_next_video"),
     "llava_onevision": lambda: _tiles("llava_onevision"),
     "qwen2_vl": lambda: _qwen("qwen2_vl"),
     "qwen2_5_vl": lambda: _qwen("qwen2_5_vl"),

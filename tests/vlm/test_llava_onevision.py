@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.tiny import Identity
-from tests.support.tiny_tiles import SIDE, TILE, WIDTH, generate, make_inputs, make_model
+from tests.support.tiny_tiles import TILE, WIDTH, make_inputs, make_model
 from torino import Reduction
-from torino.core.errors import MissingSignal, TorinoError
+from torino.core.errors import MissingSignal
 from torino.core.reduction import ReductionBatch
-from torino.vlm import adapter_for, reduced
+from torino.vlm import adapter_for
 
 
 def test_image_over_the_limit_has_a_base_view_and_a_canvas() -> None:
@@ -73,13 +72,6 @@ def test_limit_of_the_call_overrides_the_config() -> None:
         wide = adapter.encode({**inputs, "vision_aspect_ratio": "anyres_max_9"}, frozenset())
     assert not wide.extra[0][0].packing.resized
     assert len(wide.tokens) == 5
-
-
-def test_videos_are_refused() -> None:
-    model = make_model("llava_onevision")
-    inputs = make_inputs(model, [[]])
-    with reduced(model, Identity()), pytest.raises(TorinoError, match="This prompt has a video"):
-        generate(model, {**inputs, "pixel_values_videos": torch.zeros(1, 2, 3, SIDE, SIDE)})
 
 
 def test_plan_that_keeps_a_missing_cls_token_is_refused() -> None:

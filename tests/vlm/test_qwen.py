@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.support.tiny import Identity
-from tests.support.tiny_qwen import FAMILIES, IMAGE, NEW, PAD, ROWS, START, VIDEO, make_inputs, make_model
+from tests.support.tiny_qwen import FAMILIES, IMAGE, NEW, PAD, ROWS, START, make_inputs, make_model
 from torino import SAE, RawEmbedding, Reducer, Reduction, VisualTokens, make
 from torino.core.errors import BadParameter, BadTokens, MissingSignal, SAEMismatch
 from torino.sae import SAECard
@@ -503,7 +503,7 @@ def test_unknown_signals_are_refused(model: Any, signal: str, message: str) -> N
     assert not trace.calls
 
 
-# ---------------------------------------------------------------------- refusals and videos
+# ---------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("missing", ["mm_token_type_ids", "image_grid_thw"])
@@ -532,22 +532,6 @@ def test_sae_of_another_block_is_refused(model: Any) -> None:
     ):
         with reduced(model, make("torino-p", sae=sae)), pytest.raises(SAEMismatch, match=message):
             generate(model, make_inputs(ROWS))
-
-
-def test_videos_alone_run_unreduced(model: Any) -> None:
-    images = make_inputs([[(2, 3)]])
-    ids = torch.where(images["input_ids"] == IMAGE, VIDEO, images["input_ids"])
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": images["attention_mask"],
-        "mm_token_type_ids": 2 * images["mm_token_type_ids"],
-        "pixel_values_videos": images["pixel_values"],
-        "video_grid_thw": images["image_grid_thw"],
-    }
-    stock = generate(model, inputs)
-    with reduced(model, KeepAlternate()) as trace:
-        assert torch.equal(generate(model, inputs).sequences, stock.sequences)
-    assert not trace.calls
 
 
 @pytest.mark.parametrize(

@@ -39,5 +39,11 @@ _ALL = (
     LabTask("Lab-Collage", "exact", ("flickr8k-dev",), parts={"cell": 160, "which": 80, "presence": 160, "scene": 60}),
     LabTask("Lab-Small", "exact", ("flickr8k-dev",), parts={"where": 80, "shape": 80, "color": 80, "presence": 80}),
     LabTask("Lab-Signs", "exact", ("flickr8k-dev",), parts={"read": 160, "presence": 160}),
+    LabTask(
+        "Lab-Clips",
+        "exact",
+        ("flickr8k-dev",),
+        parts={"presence": 80, "order": 80, "count": 60, "when": 80, "appear": 60, "shapes": 60, "pan": 40},
+    ),
 )
 TASKS = {benchmark.name: benchmark for benchmark in _ALL}

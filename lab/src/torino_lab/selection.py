@@ -9,21 +9,22 @@ from random import Random
 
 from PIL import Image
 
+from torino.datasets.video import Video
 from torino_lab.questions import LETTERS, ImageQuestion
 
 POOL_FACTOR = 2  # candidates generated for each selected question
 MAX_TRIES = 40  # images inspected for each candidate
-ImageQuestions = tuple[Image.Image, Sequence[ImageQuestion]]
+ImageQuestions = tuple[Image.Image | Video, Sequence[ImageQuestion]]
 
 
 @dataclass(frozen=True)
 class Item:
-    """A question of a benchmark about an image; several items may share an image.
+    """A question of a benchmark about an image or a video; several items may share it.
 
     ``answers`` are the answers of several people if the scoring rule uses them, otherwise empty.
     """
 
-    image: Image.Image | bytes
+    image: Image.Image | bytes | Video
     question: ImageQuestion
     category: str
     answers: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """Build the lab's benchmarks from photos that were not trained on.
 
 Seven consist of real questions or captions about real photos: POPE, VQA v2, OK-VQA, VSR, DAQUAR, scene text and
-captions. Three are generated, with exact and balanced answers: collages of photos, and small shapes or signs drawn over
-photos.
+captions. Four are generated, with exact and balanced answers: collages of photos, small shapes or signs drawn over
+photos, and clips of eight frames made from photos.
 The same files and the same seed give the same questions.
 """
 
@@ -22,6 +22,7 @@ from torino.core.extras import optional_import
 from torino.datasets.images import Picture
 from torino_lab import pictures
 from torino_lab.catalog import TASKS, LabTask
+from torino_lab.clips import pan_clips, scene_clips, shape_clips
 from torino_lab.corpus import ON_PHOTO, Corpus, read_photos
 from torino_lab.questions import ImageQuestion
 from torino_lab.selection import ImageQuestions, Item, select_pairs, select_questions
@@ -37,8 +38,21 @@ KINDS = {
     "Lab-Collage": {"cell": "cell", "which": "which-cell", "presence": "cell-presence", "scene": "cell-scene"},
     "Lab-Small": {"where": "small", "shape": "shape", "color": "shape-colour", "presence": "shape-presence"},
     "Lab-Signs": {"read": "text", "presence": "text-presence"},
+    "Lab-Clips": {
+        "presence": "clip-presence",
+        "order": "clip-order",
+        "count": "clip-count",
+        "when": "clip-when",
+        "appear": "clip-appear",
+        "shapes": "clip-shapes",
+        "pan": "clip-pan",
+    },
 }
 """The kind of generated question in each part of a benchmark."""
+
+
+CLIP_MAKERS = {"appear": shape_clips, "shapes": shape_clips, "pan": pan_clips}
+"""What makes the clips of some parts; those of the others are scenes."""
 
 
 def in_half(photo: Picture, half: Half | None) -> bool:
@@ -114,12 +128,13 @@ class TaskBuilder:
 
     def _generated(self, benchmark: LabTask) -> list[Item]:
         rng = Random(f"{self.seed}:{benchmark.name}")
-        draw = {"Lab-Collage": _collages, "Lab-Small": _small, "Lab-Signs": _signs}[benchmark.name]
+        draw = {"Lab-Collage": _collages, "Lab-Small": _small, "Lab-Signs": _signs, "Lab-Clips": scene_clips}
         corpus = self._corpus(benchmark.files)
         items: list[Item] = []
         for part, count in (benchmark.parts or {}).items():
             total = max(2, round(count * self.scale))
-            source, kind = draw(corpus, rng), KINDS[benchmark.name][part]
+            make = CLIP_MAKERS.get(part, draw[benchmark.name])
+            source, kind = make(corpus, rng), KINDS[benchmark.name][part]
             if part == "presence":
                 pairs = ((image, [q for q in questions if q.kind == kind]) for image, questions in source)
                 items += select_pairs(pairs, part, total // 2)

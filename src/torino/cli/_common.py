@@ -42,6 +42,15 @@ ImageArgument = Annotated[
     str, typer.Argument(metavar="IMAGE", help="Image file, or a bundled photo: astronaut, coffee, chelsea, rocket.")
 ]
 QuestionArgument = Annotated[str, typer.Argument(metavar="QUESTION", help="Question about the image.")]
+VideoOption = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="Ask about a video instead: a file, or a folder of frames.")
+]
+FpsOption = Annotated[
+    float | None, typer.Option(help="Frames per second to read of a video; the rate of the frames of a folder.")
+]
+FramesOption = Annotated[
+    int | None, typer.Option(min=1, help="Number of frames to read of a video. Default: 8, or all of a folder.")
+]
 ModelOption = Annotated[
     str, typer.Option(help="Hub name, folder, or installed model package; 'lab' comes with torino-lab.")
 ]

@@ -1,4 +1,4 @@
-"""``torino ask``: ask a model about an image, with fewer visual tokens and with all of them."""
+"""``torino ask``: ask a model about an image or a video, with fewer visual tokens and with all of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -20,6 +20,8 @@ from torino.cli._common import (
     ClipOption,
     DeviceOption,
     DtypeOption,
+    FpsOption,
+    FramesOption,
     ImageArgument,
     JsonOption,
     KdOption,
@@ -29,8 +31,8 @@ from torino.cli._common import (
     OptionalMethodOption,
     PaddingOption,
     PositionsOption,
-    QuestionArgument,
     SaeOption,
+    VideoOption,
     build_reducer_with_budget,
     check_clip,
     check_image_path,
@@ -50,20 +52,27 @@ from torino.core.errors import BadParameter
 
 if TYPE_CHECKING:
     from torino.reducers import Reducer
-    from torino.vlm import Answer
+    from torino.vlm import VLM, Answer
 
 EPILOG = examples(
     'torino ask astronaut "Is there a person in the photo?"',
     'torino ask photo.jpg "How many cups?" --method visionzip --budget 64',
     'torino ask photo.jpg "How many cups?" --model llava-hf/llava-1.5-7b-hf --sae ./my-sae --no-baseline',
     'torino ask photo.jpg "What is this?" --model ./llava --sae none --keep 25% --draw groups.png',
+    'torino ask --video clip.mp4 "What happens?" --frames 8',
+    'torino ask --video frames "What happens?" --fps 2 --model ./qwen --method random --keep 25%',
 )
 STAGES = ("processor", "tower", "question", "plan", "sae", "grouping", "projector", "prefill", "decode", "total")
 
 
 def ask(
     image: ImageArgument,
-    question: QuestionArgument,
+    question: Annotated[
+        str, typer.Argument(metavar="QUESTION", help="Question about the image; with --video, the only argument.")
+    ] = "",
+    video: VideoOption = None,
+    fps: FpsOption = None,
+    frames: FramesOption = None,
     model: ModelOption = LAB,
     sae: SaeOption = None,
     method: OptionalMethodOption = None,
@@ -85,8 +94,9 @@ def ask(
     draw: Annotated[Path | None, typer.Option(help="Write an image of the groups: .png, .jpg or .webp.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask a vision-language model about an image, with fewer visual tokens and with all of them."""
+    """Ask a vision-language model about an image or a video, with fewer visual tokens and with all of them."""
     on_stop(START_OVER)
+    image, question = _split_arguments(image, question, video, fps, frames)
     method = resolve_method(method, kd)
     if draw is not None:
         check_image_path("--draw", draw)
@@ -94,11 +104,13 @@ def ask(
     with errors.status("Starting …"), _print_warnings():
         from torino.core.device import resolve_device
         from torino.datasets.images import prepare
+        from torino.datasets.video import open_video
         from torino.vlm.loading import check_model
 
         check_model(model)
-        opened = open_single_image(image)
-        prepare(opened, padding)
+        film = None if video is None else open_video(video, fps=fps, frames=frames)
+        opened: Any = open_single_image(image) if film is None else film
+        prepare(opened if film is None else film.frames[0], padding)
         if sae is None and method != "none":
             sae = default_sae(method, model)
         reducer = build_reducer_with_budget(method, sae, levels, kd, budget, keep, resolve_device(device))
@@ -111,6 +123,8 @@ def ask(
 
         with errors.status(f"Loading {escape(model)} …"):
             vlm = load_session(model, device, dtype, padding, positions, attention, clip)
+        if film is not None:
+            _note_frames(vlm, reducer, len(film))
         with errors.status("Encoding and answering …"):
             answer = ask_model(
                 opened,
@@ -121,13 +135,41 @@ def ask(
                 baseline=reducer is not None if baseline is None else baseline,
             )
     if draw is not None and reducer is not None:
-        _draw(draw, answer, Path(image).stem, reducer)
+        _draw(draw, answer, Path(image).stem if video is None else video.stem, reducer)
     if as_json:
         out.print_json(json.dumps({"model": model, "question": question, **answer.to_dict()}))
         return
     _print(answer)
     if draw is not None:
         out.print(f"Wrote an image of the groups to {escape(str(draw))}.", highlight=False)
+
+
+def _split_arguments(
+    image: str, question: str, video: Path | None, fps: float | None, frames: int | None
+) -> tuple[str, str]:
+    """Return image and question; with a video, the question is the only argument."""
+    if video is None:
+        if fps is not None or frames is not None:
+            raise BadParameter("--fps and --frames choose frames of a video. Add --video PATH, or omit them.")
+        if not question:
+            raise BadParameter('The question is missing. Ask something: torino ask photo.jpg "What is this?"')
+        return image, question
+    if question:
+        raise BadParameter(f"--video takes the place of the image, and {image!r} was given too. Give one of them.")
+    return "", image
+
+
+def _note_frames(vlm: VLM, reducer: Reducer | None, frames: int) -> None:
+    """Say how a model that takes no videos is shown the frames."""
+    from torino.vlm.clips import plans_together
+
+    if vlm.adapter.takes_videos:
+        return
+    text = f"{vlm.family} takes no videos, so its {frames} frames are shown as images"
+    if reducer is not None:
+        together = plans_together(vlm.adapter, reducer)
+        text += ", reduced together" if together else f", each reduced by itself by {reducer.name}"
+    note(f"{text}.")
 
 
 @contextmanager
@@ -203,8 +245,12 @@ def _draw(path: Path, answer: Answer, name: str, reducer: Reducer) -> None:
     """Draw the tokens over the image as the tower received it, tile by tile if there are tiles."""
     from torino.core.explanation import concept_names
     from torino.viz.draw import draw_sheet, save_picture
+    from torino.viz.film import draw_film
 
     plans = answer.reductions
+    if any(plan.frames > 1 for plan in plans):
+        save_picture(draw_film(answer.seen, plans[0], title=f"{name} · {plans[0].by}"), path)
+        return
     # Processors that return packed patches give one image for all of them.
     images = answer.seen if len(answer.seen) == len(plans) else answer.seen[:1] * len(plans)
     titles = [name] if len(plans) == 1 else [f"{name} {number}" for number in range(len(plans))]

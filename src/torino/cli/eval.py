@@ -63,6 +63,7 @@ def evaluate(
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the run; an earlier run is resumed.")],
     data: Annotated[Path | None, typer.Option(help="Folder of the TSV files (default: $LMUData).")] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames to read of each video. Default: 8.")] = None,
     sae: Annotated[
         list[str] | None,
         typer.Option(
@@ -144,7 +145,7 @@ def evaluate(
     names, specs, notes = expand_methods(words, sae=bool(sae), clip=clip is not None)
     for text in notes:
         note(text)
-    opened = _open_tasks(split_list(tasks), data, prompts, limit, allow_outside)
+    opened = _open_tasks(split_list(tasks), data, prompts, limit, allow_outside, frames)
     saes = _load_saes(sae or [], any(reads_concepts(word) for word in [*names, *specs]), device)
     if dynamic is None:
         dynamic = list(KD_PAIRS) if set(names) & set(KD_METHODS) else []
@@ -194,11 +195,11 @@ def evaluate(
 
 
 def _open_tasks(
-    names: list[str], data: Path | None, prompts: Any, limit: int | None, allow_outside: bool
+    names: list[str], data: Path | None, prompts: Any, limit: int | None, allow_outside: bool, frames: int | None
 ) -> list[Task]:
     from torino.evaluation.tasks import open_task
 
-    opened = [open_task(name, data, prompts=prompts, allow_outside=allow_outside) for name in names]
+    opened = [open_task(name, data, prompts=prompts, allow_outside=allow_outside, frames=frames) for name in names]
     for task in opened:
         for problem in task.problems[:3]:
             errors.print(escape(f"{task.name}: {problem}"), style="yellow", highlight=False)

@@ -1,4 +1,4 @@
-"""The command ``torino look``: reduce the tokens of one image with any method and draw the result."""
+"""The command ``torino look``: reduce the tokens of one image or video with any method and draw the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rich.table import Table
 from torino.cli._common import (
     LAB,
     DeviceOption,
-    ImageArgument,
+    FpsOption,
+    FramesOption,
     JsonOption,
     PaddingChoice,
     PaddingOption,
@@ -35,6 +36,7 @@ from torino.cli._common import (
     quiet_transformers,
     reads_concepts,
 )
+from torino.cli._film import draw_video
 from torino.cli._stop import START_OVER, on_stop
 from torino.core.errors import BadParameter
 
@@ -51,6 +53,8 @@ EPILOG = examples(
     "torino look photo.jpg --method visionzip --budget 64,128,192",
     "torino look photo.jpg --method tome-tower --keep 25%",
     "torino look photo.jpg --tower ./clip --block 22 --sae ./my-sae",
+    "torino look clip.mp4 --fps 4 -o film.png",
+    "torino look frames --frames 16 --kd 2,2 -o film.gif",
 )
 DEFAULT_IMAGE = "astronaut"
 DEFAULT_OUTPUT = Path("look.png")
@@ -89,10 +93,18 @@ class LookSetting:
 
 
 def look(
-    image: ImageArgument = DEFAULT_IMAGE,
+    image: Annotated[
+        str,
+        typer.Argument(metavar="IMAGE", help="Image, video, folder of frames, or a bundled photo such as coffee."),
+    ] = DEFAULT_IMAGE,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Picture to write: .png, .jpg or .webp.")
+        Path,
+        typer.Option(
+            "--output", "-o", help="Picture to write: .png, .jpg or .webp; of a video an animation as .gif or .webp."
+        ),
     ] = DEFAULT_OUTPUT,
+    fps: FpsOption = None,
+    frames: FramesOption = None,
     method: Annotated[
         str, typer.Option(help="Any method of torino list by name or with options in brackets.")
     ] = "torino-m",
@@ -119,29 +131,38 @@ def look(
     show: Annotated[bool, typer.Option("--show", help="Also draw the groups in the terminal.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Reduce the tokens of one image, print the token counts and draw the result. No language model is run.
+    """Reduce the tokens of an image or a video, print the token counts and draw the result. No language model is run.
 
-    Each --kd, --budget or --keep is a row of the picture.
+    Each --kd, --budget or --keep is a row of the picture; a video takes one of them.
     """
     on_stop(START_OVER)
     # Validate the options before loading the tower.
-    check_image_path("--output", output)
+    is_film = _is_film(image, fps, frames, show)
+    check_image_path("--output", output.with_suffix(".webp") if is_film and output.suffix == ".gif" else output)
     settings = _parse_settings(method, kd or [], budget, keep)
     with errors.status("Loading …") as status:
         from torino.core.explanation import concept_names
         from torino.datasets.images import prepare
+        from torino.datasets.video import open_video
         from torino.viz.draw import save_picture
         from torino.viz.figures import draw_look
 
-        picture = open_single_image(image)
+        film = open_video(image, fps=fps, frames=frames) if is_film else None
+        picture = open_single_image(image) if film is None else film.frames[0]
         prepare(picture, padding)
         encoder = _open_encoder(method, sae, tower, device)
+        if film is not None and len(settings) > 1:
+            raise BadParameter(f"A video is drawn with one setting, and {len(settings)} were given. Give one.")
         settings = settings or _default_settings(method, encoder)
+        settings = settings if film is None else settings[len(settings) // 2 :][:1]
         reducers = [setting.build(method, encoder) for setting in settings]
         with quiet_transformers():
             status.update(f"Loading the tower {escape(tower)} …")
             opened = _open_tower(tower, block, encoder, device)
             status.update("Reducing …")
+            if film is not None:
+                draw_video(film, opened, reducers[0], f"{method} {settings[0].label}", output, padding, as_json)
+                return
             plans = _reduce(opened, picture, reducers, padding)
             photo = _processed_picture(opened, picture, padding)
         status.update("Drawing …")
@@ -173,6 +194,16 @@ def look(
 
 
 # ---------------------------------------------------------------------- options
+
+
+def _is_film(image: str, fps: float | None, frames: int | None, show: bool) -> bool:
+    """Return whether the argument is a video, and refuse options that do not fit it."""
+    from torino.datasets.video import is_video
+
+    is_film = is_video(image) or fps is not None or frames is not None
+    if is_film and show:
+        raise BadParameter("--show draws one image in the terminal, not a video. Omit it.")
+    return is_film
 
 
 def _parse_settings(method: str, kd: Sequence[str], budget: str | None, keep: str | None) -> list[LookSetting]:

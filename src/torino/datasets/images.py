@@ -152,7 +152,7 @@ def as_seen(inputs: Mapping[str, Any], processor: Any, images: Sequence[Image.Im
     Some processors return patches instead of pixels (Qwen, SigLIP2). Their patches cover the whole image, so the images
     are returned unchanged.
     """
-    pixels = inputs.get("pixel_values")
+    pixels = inputs.get("pixel_values", inputs.get("pixel_values_videos"))
     inner = getattr(processor, "image_processor", processor)
     if pixels is None or getattr(pixels, "ndim", 0) not in (4, 5) or pixels.shape[-3] != 3:
         return list(images)

@@ -11,9 +11,10 @@
 
 from torino.evaluation.aggregate import RelativeScore, relative_score
 from torino.evaluation.benchmarks import BENCHMARKS, Benchmark, all_benchmarks, find_benchmark
+from torino.evaluation.images import ImageRef
 from torino.evaluation.judge import Judge
 from torino.evaluation.paper import PaperRow, PaperTable, paper_table, paper_tables
-from torino.evaluation.samples import ImageRef, RowProblem, Sample
+from torino.evaluation.samples import RowProblem, Sample
 from torino.evaluation.scoring import Score, ScoreStats
 from torino.evaluation.statistics import (
     Difference,
@@ -27,6 +28,7 @@ from torino.evaluation.statistics import (
     seed_interval,
 )
 from torino.evaluation.tasks import Task, data_folder, find_task, open_task, read_answers
+from torino.evaluation.videos import VideoRef
 
 __all__ = [
     "BENCHMARKS",
@@ -44,6 +46,7 @@ __all__ = [
     "ScoreStats",
     "SeedInterval",
     "Task",
+    "VideoRef",
     "all_benchmarks",
     "data_folder",
     "find_benchmark",

@@ -1,7 +1,7 @@
 """Describe benchmarks: their files, scoring rules and prompts.
 
-torino knows the paper's nine benchmarks. An installed package can add tasks through the entry point group
-``torino.tasks``::
+torino knows the paper's nine benchmarks and three of videos: Video-MME, MVBench and LongVideoBench. An installed
+package can add tasks through the entry point group ``torino.tasks``::
 
     [project.entry-points."torino.tasks"]
     my-package = "my_package.tasks:TASKS"
@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 Prompts = PromptStyle | Literal["auto", "task"]
 """A prompt style; ``task`` for the task's own instruction; ``auto`` for that, else the model's style, else
 ``standard``."""
-Kind = Literal["exact", "vqa", "mcq", "circular", "yes-no", "mme", "pope", "caption", "judge"]
+Kind = Literal["exact", "vqa", "mcq", "circular", "yes-no", "mme", "pope", "caption", "judge", "letter", "first-word"]
+
+OPTION_KINDS = ("mcq", "circular", "letter", "first-word")
+"""Scoring rules of multiple choices."""
 
 GROUP = "torino.tasks"
 SHORT = "Answer the question using a single word or phrase."
@@ -57,8 +60,9 @@ class Benchmark:
     label : str
         Its column heading in tables.
     kind : str or None
-        Scoring rule: ``exact``, ``vqa``, ``mcq``, ``circular``, ``yes-no``, ``mme``, ``pope``, ``caption`` or
-        ``judge``. None chooses ``mcq`` for a file with options and ``vqa`` for others.
+        Scoring rule: ``exact``, ``vqa``, ``mcq``, ``circular``, ``yes-no``, ``mme``, ``pope``, ``caption``, ``judge``,
+        or those of video benchmarks, ``letter`` and ``first-word``. None chooses ``mcq`` for a file with options and
+        ``vqa`` for others.
     files : tuple of str
         Names of its TSV files without the ending, the preferred one first.
     aliases : tuple of str
@@ -122,6 +126,37 @@ _NINE = (
 )
 BENCHMARKS = {benchmark.name: benchmark for benchmark in _NINE}
 """The paper's nine benchmarks."""
+VIDEO_BENCHMARKS = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark(
+            "Video-MME",
+            "Video-MME",
+            "letter",
+            ("Video-MME",),
+            instruction="Respond with only the letter (A, B, C, or D) of the correct option.",
+            category_columns=("duration", "domain", "sub_category", "task_type"),
+        ),
+        Benchmark(
+            "MVBench",
+            "MVBench",
+            "first-word",
+            ("MVBench", "MVBench_MP4"),
+            instruction="Only give the best option.",
+            category_columns=("task_type",),
+        ),
+        Benchmark(
+            "LongVideoBench",
+            "LVBench",
+            "letter",
+            ("LongVideoBench",),
+            ("LVB",),
+            instruction=LETTER,
+            category_columns=("duration_group", "question_category"),
+        ),
+    )
+}
+"""Benchmarks of videos, scored as in VLMEvalKit; see :mod:`torino.evaluation.videos`."""
 CUSTOM = Benchmark("custom", "custom", None)
 """Stands for a file that belongs to no known benchmark."""
 
@@ -130,7 +165,9 @@ def _normalize(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-_BY_NAME = {_normalize(name): benchmark for benchmark in _NINE for name in benchmark.names}
+_BY_NAME = {
+    _normalize(name): benchmark for benchmark in (*_NINE, *VIDEO_BENCHMARKS.values()) for name in benchmark.names
+}
 
 
 def find_benchmark(name: str) -> Benchmark | None:
@@ -146,8 +183,8 @@ def find_benchmark(name: str) -> Benchmark | None:
 
 
 def all_benchmarks() -> dict[str, Benchmark]:
-    """Return the nine benchmarks and those of installed packages, by name."""
-    return BENCHMARKS | {benchmark.name: benchmark for benchmark in _index_plugins().values()}
+    """Return the nine benchmarks, those of videos and those of installed packages, by name."""
+    return BENCHMARKS | VIDEO_BENCHMARKS | {benchmark.name: benchmark for benchmark in _index_plugins().values()}
 
 
 @cache
@@ -223,7 +260,7 @@ def answer_instruction(benchmark: Benchmark, kind: str, prompts: Prompts, text: 
         return ""
     if prompts in ("task", "auto") and benchmark.instruction is not None:
         return benchmark.instruction
-    if kind in ("mcq", "circular"):
+    if kind in OPTION_KINDS:
         return LETTER_CHINESE if re.search(r"[\u4e00-\u9fff]", text) else LETTER
     if benchmark.name == "VizWiz":
         return "" if prompts == "vlmevalkit" else UNANSWERABLE

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from torino.evaluation.benchmarks import OPTION_KINDS
 from torino.evaluation.extraction import normalize_answer
 from torino.evaluation.results import Run
 from torino.evaluation.samples import Sample
@@ -116,7 +117,7 @@ def chance_score(task: Task) -> tuple[float, str]:
     an empty text if there is no such strategy.
     """
     best = (0.0, "")
-    if task.kind in ("mcq", "circular"):
+    if task.kind in OPTION_KINDS:
         groups: dict[str, float] = {}
         for sample in task.samples:
             groups[sample.group] = groups.get(sample.group, 1.0) / len(sample.options)
@@ -170,7 +171,7 @@ def _distinct_truths(task: Task) -> int:
 
 def _truth(task: Task, sample: Sample) -> frozenset[str]:
     """Return the right answers of a sample in the form in which the task compares them."""
-    if task.kind in ("mcq", "circular"):
+    if task.kind in OPTION_KINDS:
         return frozenset(sample.answers)
     return frozenset(map(normalize_answer if task.kind == "vqa" else _normalize, sample.answers))
 

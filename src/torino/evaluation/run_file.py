@@ -6,7 +6,6 @@ import hashlib
 import os
 import platform
 import sys
-import zlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -19,9 +18,9 @@ from filelock import FileLock, Timeout
 
 from torino.core.errors import BadFile, BadParameter
 from torino.core.io import fingerprint_tensors, write_json
+from torino.evaluation.images import ImageRef
 from torino.evaluation.protocol import Setting
 from torino.evaluation.results import ANSWERS, FORMAT, RUN, read_run_file
-from torino.evaluation.samples import ImageRef
 from torino.evaluation.tasks import Task
 from torino.sae.identity import hash_sae
 from torino.sae.model import SAE
@@ -237,7 +236,7 @@ def _hash_images(task: Task) -> str | None:
     digest = hashlib.sha256()
     for key in sorted(files):
         try:
-            content = f"{zlib.crc32(files[key].read()):08x}"
+            content = files[key].checksum()
         except BadFile:  # recorded as a failure when its turn comes
             content = "unreadable"
         digest.update(f"{key} {content}\n".encode())

@@ -7,7 +7,6 @@ A sample holds the text of its row and the location of its image, which is read 
 from __future__ import annotations
 
 import ast
-import binascii
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,11 @@ from typing import Any, Literal, NamedTuple, cast
 
 from torino.core.errors import BadFile
 from torino.core.io import is_file
-from torino.core.safety import check_size, is_inside
+from torino.core.safety import is_inside
 from torino.core.schema import parse_json
+from torino.evaluation.images import ImageRef, decode_base64
 from torino.evaluation.tsv import TsvRow, read_rows, unquote
+from torino.evaluation.videos import COLUMNS, VideoRef, add_options, video_names, video_part
 
 OnBadRow = Literal["skip", "raise"]
 
@@ -31,40 +32,6 @@ LETTERS = frozenset(ascii_uppercase)
 _BASE64_ALPHABET = f"{ascii_letters}{digits}+/".encode()
 _EMPTY = ("", "nan", "NaN")
 _QUOTED = re.compile(rb"""(['"])([^'"]+)\1""")
-
-
-@dataclass(frozen=True)
-class ImageRef:
-    """Location of an image: base64 text within a larger file, or a file of its own.
-
-    Attributes
-    ----------
-    path : Path
-    key : str
-        Equal for equal images of a task, so that results computed for an image serve all questions about it.
-    start, length : int
-        Byte range of the base64 text in ``path``; length 0 means that the whole file is the image.
-    """
-
-    path: Path
-    key: str
-    start: int = 0
-    length: int = 0
-
-    def read(self) -> bytes:
-        """Return the bytes of the image file (JPEG, PNG, …)."""
-        try:
-            if not self.length:
-                check_size(str(self.path), self.path.stat().st_size)
-                return self.path.read_bytes()
-            check_size(f"An image in {self.path}", self.length)
-            with self.path.open("rb") as file:
-                file.seek(self.start)
-                return decode_base64(file.read(self.length))
-        except BadFile:
-            raise
-        except (OSError, ValueError) as error:
-            raise BadFile(f"Cannot read an image from {self.path}: {error}. Did the file change?") from error
 
 
 @dataclass(frozen=True)
@@ -139,6 +106,7 @@ def read_tsv(
     image_root: str | Path | None = None,
     on_bad_row: OnBadRow = "skip",
     allow_outside: bool = False,
+    frames: int | None = None,
 ) -> SampleTable:
     """Read a TSV in VLMEvalKit's layout.
 
@@ -147,6 +115,7 @@ def read_tsv(
     path : path
         Columns ``index``, ``question``, ``answer`` or ``answers``, and ``image`` (base64, or the index of the row with
         the same image) or ``image_path``; optionally ``A``, ``B``, … and ``hint``. Other columns become ``meta``.
+        Videos are read as :mod:`torino.evaluation.videos` says.
     image_root : path, optional
         Folder of relative image paths; by default the folder of the file, its ``images`` and
         ``images/<name of the file>``.
@@ -155,6 +124,8 @@ def read_tsv(
     allow_outside : bool
         Accept image files outside ``image_root`` or the folder of the file, after symbolic links are resolved;
         otherwise they raise :class:`BadFile`.
+    frames : int, optional
+        Number of frames to read of each video, 8 by default.
     """
     path = Path(path)
     samples: list[Sample] = []
@@ -167,13 +138,15 @@ def read_tsv(
         with path.open("rb") as file:
             rows = read_rows(file)
             columns = _read_header(path, next(rows, None))
-            finder = _ImageFinder(path, image_root, allow_outside)
+            finder = _ImageFinder(path, image_root, allow_outside, frames)
             for number, start, raw, spans in rows:
                 index = ""
                 try:
                     cells, span = _read_cells(raw, spans, columns)
                     index = cells.get("index", "").strip() or str(len(line_by_index))
                     _register(line_by_index, index, number)
+                    if reason := add_options(cells):
+                        raise _BadRow(reason)
                     images, reference = _locate_images(path, start, raw, span, cells, finder)
                     images_by_index[index] = images
                     digest.update(repr((sorted(cells.items()), [image.key for image in images], reference)).encode())
@@ -294,16 +267,6 @@ def parse_answers(text: str) -> tuple[str, ...]:
     return () if text in _EMPTY else (text,)
 
 
-def decode_base64(text: bytes) -> bytes:
-    """Decode base64, with or without a ``data:`` header; anything else raises ``ValueError``."""
-    if text.startswith(b"data:"):
-        text = text.partition(b",")[2]
-    try:
-        return binascii.a2b_base64(text, strict_mode=True)
-    except binascii.Error:
-        return binascii.a2b_base64(b"".join(text.split()), strict_mode=True)  # base64 wrapped into lines
-
-
 def _is_base64(text: bytes) -> bool:
     """Return whether the text can be decoded; well-formed text is recognized without decoding it."""
     rest = text.translate(None, _BASE64_ALPHABET)
@@ -331,17 +294,32 @@ class _ProblemList:
 class _ImageFinder:
     """Find image files in the usual folders of a table."""
 
-    def __init__(self, path: Path, root: str | Path | None, allow_outside: bool) -> None:
-        self.path, self.allow_outside = path, allow_outside
+    def __init__(self, path: Path, root: str | Path | None, allow_outside: bool, frames: int | None = None) -> None:
+        self.path, self.allow_outside, self.frames = path, allow_outside, frames
         base = path.parent
         self.stem = stem = path.stem.removesuffix("_local")
         usual = (base, base / "images", base / "images" / stem, base / "images" / stem.split("_")[0])
         self.roots = usual if root is None else (Path(root),)
 
-    def find(self, name: str) -> ImageRef:
+    def find_video(self, cells: Mapping[str, str]) -> VideoRef:
+        """Return the video of a row; one image for the same part of the same file."""
+        names = video_names(cells)
+        for name in names:
+            try:
+                found = self.find(name, folders=True)
+            except _BadRow:
+                continue
+            part, frames = video_part(cells), self.frames
+            key = blake2b(f"{found.key}/{part}/{frames}".encode(), digest_size=16).hexdigest()
+            given = {} if frames is None else {"frames": frames}
+            return VideoRef(found.path, key, between=part, **given)
+        shown = names[0][:100] if names else ""
+        raise _BadRow(f"video {shown} not found in {', '.join(map(str, self.roots))}" if names else "no video")
+
+    def find(self, name: str, *, folders: bool = False) -> ImageRef:
         for root in self.roots:
             path = root / name  # an absolute name ignores root
-            if is_file(path):
+            if is_file(path) or (folders and path.is_dir()):
                 if not self.allow_outside and not is_inside(path, self.roots[0]):
                     raise BadFile(
                         f"{self.path} names the image {name}, which is outside its folder {self.roots[0]}. Copy the "
@@ -366,9 +344,9 @@ def _read_header(path: Path, row: TsvRow | None) -> list[str]:
     # letters of options keep their case; other names are accepted in either case
     names = [name if name in LETTERS else name.lower() for name in names]
     missing = [name for name in ("question",) if name not in names]
-    if not {"answer", "answers"} & set(names):
+    if not {"answer", "answers", "correct_choice"} & set(names):
         missing.append("answer")
-    if not {"image", "image_path"} & set(names):
+    if not {"image", "image_path", *COLUMNS} & set(names):
         missing.append("image")
     if missing:
         advice = (
@@ -417,6 +395,8 @@ def _locate_images(
         if reference not in _EMPTY:
             return (), reference
         names = parse_answers(cells.get("image_path", ""))
+        if not names and any(cells.get(name, "") not in _EMPTY for name in COLUMNS):
+            return (finder.find_video(cells),), ""
         if not names:
             raise _BadRow("no image")
         return tuple(finder.find(name) for name in names), ""

@@ -9,6 +9,7 @@ formula.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,6 +188,47 @@ def match_option(sample: Sample, text: str) -> Grade:
     """Grade by the chosen option."""
     answer = extract_option(text, sample.options)
     return float(answer == sample.answers[0]), answer
+
+
+# VLMEvalKit's list lacks commas, so three of its prefixes are two texts joined; those never occur.
+LETTER_PREFIXES = (
+    "The best answer is",
+    "The correct answer is",
+    "The answer is",
+    "The answer",
+    "The best option isThe correct option is",
+    "Best answer:Best option:",
+    "Answer:",
+    "Option:",
+)
+
+
+def match_letter(sample: Sample, text: str) -> Grade:
+    """Grade by the first capital letter of an option, as VLMEvalKit does for Video-MME and LongVideoBench.
+
+    Some introductions are removed first, and one letter is found in any word: "Cats" is C. Without such a letter the
+    answer is read as in other multiple choices.
+    """
+    rest = text.strip()
+    for prefix in LETTER_PREFIXES:
+        rest = rest.replace(prefix, "")
+    found = re.search(r"[ABCD]" if len(sample.options) < 5 else r"[ABCDE]", rest)
+    if found is None:
+        return match_option(sample, text)
+    return float(found[0] == sample.answers[0]), found[0]
+
+
+def match_first_word(sample: Sample, text: str) -> Grade:
+    """Grade by the first word of the answer, as VLMEvalKit does for MVBench.
+
+    The word counts if it is part of the letter in brackets, such as ``a``, ``a)`` and ``(a)`` of ``(A)``, or contains
+    it. Otherwise the answer is read as in other multiple choices. An empty answer is wrong; VLMEvalKit's rule finds it
+    in every letter.
+    """
+    word, correct = text.strip().lower().split(" ")[0], f"({sample.answers[0].lower()})"
+    if word and (word.replace(".", "") in correct or correct in word):
+        return 1.0, sample.answers[0]
+    return match_option(sample, text)
 
 
 def match_yes_no(sample: Sample, text: str) -> Grade:

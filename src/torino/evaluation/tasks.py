@@ -25,6 +25,7 @@ from torino.core.schema import parse_json
 from torino.evaluation import scoring
 from torino.evaluation.benchmarks import (
     CUSTOM,
+    OPTION_KINDS,
     Benchmark,
     Kind,
     Prompts,
@@ -46,6 +47,8 @@ _RULES: dict[str, tuple[str, _Rule, _Total]] = {
     "exact": ("accuracy, exact match", scoring.exact_match, scoring.mean_score),
     "vqa": ("VQA soft accuracy", scoring.soft_accuracy, scoring.mean_score),
     "mcq": ("accuracy", scoring.match_option, scoring.mean_score),
+    "letter": ("accuracy", scoring.match_letter, scoring.mean_score),
+    "first-word": ("accuracy", scoring.match_first_word, scoring.mean_score),
     "circular": ("circular accuracy", scoring.match_option, scoring.circular_score),
     "yes-no": ("accuracy", scoring.match_yes_no, scoring.mean_score),
     "mme": ("acc + acc+, summed over categories", scoring.match_yes_no, scoring.mme_score),
@@ -53,7 +56,7 @@ _RULES: dict[str, tuple[str, _Rule, _Total]] = {
     "caption": ("CIDEr-D", make_rule({}), caption_score),
     "judge": ("mean grade of the judge", make_rule({}), scoring.ability_score),
 }
-_PARSED = ("mcq", "circular", "yes-no", "mme", "pope")
+_PARSED = (*OPTION_KINDS, "yes-no", "mme", "pope")
 _PROMPTS = ("auto", "task", *get_args(PromptStyle))
 
 
@@ -192,7 +195,7 @@ class Task:
         instruction = answer_instruction(self.benchmark, self.kind, self.prompts, "")
         chinese = answer_instruction(self.benchmark, self.kind, self.prompts, "中")
         prompt = f"question\n{instruction}" if instruction else "question"
-        if self.kind in ("mcq", "circular"):
+        if self.kind in OPTION_KINDS:
             translated = "" if chinese == instruction else f" (Chinese: {chinese})"
             prompt = f"hint\nquestion\nA. …\nB. …\n{instruction}{translated}".rstrip()
         return {
@@ -241,6 +244,7 @@ def open_task(
     image_root: str | Path | None = None,
     on_bad_row: OnBadRow = "skip",
     allow_outside: bool = False,
+    frames: int | None = None,
 ) -> Task:
     """Open a task.
 
@@ -248,8 +252,8 @@ def open_task(
     ----------
     name : str or path
         A benchmark (``GQA`` or ``GQA_TestDev_Balanced``, ``MMBench_EN``, ``MMBench_CN``, ``MME``, ``POPE``,
-        ``ScienceQA``, ``TextVQA``, ``VizWiz``, ``MMVet``, or one of an installed package, see
-        :mod:`torino.evaluation.benchmarks`), the name of a file in the folder, or a path.
+        ``ScienceQA``, ``TextVQA``, ``VizWiz``, ``MMVet``, ``Video-MME``, ``MVBench``, ``LongVideoBench``, or one of
+        an installed package, see :mod:`torino.evaluation.benchmarks`), the name of a file in the folder, or a path.
     folder : path, optional
         Folder of the TSV files; by default the environment variable ``LMUData``, else ``LMUData`` in the home folder.
     kind : str, optional
@@ -264,14 +268,16 @@ def open_task(
     allow_outside : bool
         Accept image files outside ``image_root``, or the folder of the file if that is not given. By default such a
         path raises :class:`BadFile`; symbolic links are resolved.
+    frames : int, optional
+        Number of frames to read of each video, 8 by default.
     """
     if prompts not in _PROMPTS:
         raise BadParameter(f"prompts must be auto or one of {', '.join(get_args(PromptStyle))}, got {prompts!r}.")
     if kind is not None and kind not in _RULES:
         raise BadParameter(f"kind must be one of {', '.join(_RULES)}, got {kind!r}.")
     path = find_task(name, folder)
-    read = read_jsonl if path.suffix == ".jsonl" else read_tsv
-    table = read(path, image_root=image_root, on_bad_row=on_bad_row, allow_outside=allow_outside)
+    options: dict[str, Any] = {"image_root": image_root, "on_bad_row": on_bad_row, "allow_outside": allow_outside}
+    table = read_jsonl(path, **options) if path.suffix == ".jsonl" else read_tsv(path, **options, frames=frames)
     stem = path.stem.removesuffix("_local")
     benchmark = find_benchmark(stem) or CUSTOM
     rule: Kind = kind or benchmark.kind or ("mcq" if any(sample.options for sample in table.samples) else "vqa")
@@ -352,7 +358,7 @@ def _select_scorable(
     problems = list(table.problems)
     for sample in table.samples:
         reason = ""
-        if kind in ("mcq", "circular") and len(sample.options) < 2:
+        if kind in OPTION_KINDS and len(sample.options) < 2:
             reason = "fewer than two options"
         elif kind in ("mme", "pope", "yes-no") and sample.answers[0].strip().lower() not in ("yes", "no"):
             reason = f"the answer must be yes or no, got {sample.answers[0]!r}"

@@ -75,13 +75,13 @@ def draw_reduction(
         canvas = Image.new("RGB", (columns * cell, rows * cell), SHADE)
         canvas.paste(block, ((canvas.width - block.width) // 2, max(0, canvas.height - block.height) // 2), block)
         return canvas
-    token = _enlarge(plan.assigned.numpy().reshape(rows, columns), cell)
+    token = enlarge(plan.assigned.numpy().reshape(rows, columns), cell)
     tokens = max(len(plan), 1)  # a tile may have no tokens; it is drawn dark
     sizes = plan.assigned[plan.assigned >= 0].bincount(minlength=tokens).numpy()
     if style != "groups":
         kept = np.zeros(rows * columns, np.bool_)
         kept[plan.anchor[plan.anchor >= 0].numpy()] = True
-        shown = np.where(_enlarge(kept.reshape(rows, columns), cell)[..., None], base, 0.18 * base + 0.82 * 255)
+        shown = np.where(enlarge(kept.reshape(rows, columns), cell)[..., None], base, 0.18 * base + 0.82 * 255)
         if style == "outlined":
             grouped = (token >= 0) & (sizes[np.maximum(token, 0)] > 1)
             edge = _find_edges(np.where(grouped, token, -1))
@@ -89,15 +89,35 @@ def draw_reduction(
         return Image.fromarray(shown.round().astype(np.uint8))
     concepts = plan.concept.tolist() or [-1]
     tints = [(colors or {}).get(concept, token_color(number)) for number, concept in enumerate(concepts)]
+    drawn = paint_groups(base, token, sizes, tints)
+    if names:
+        _draw_names(drawn, plan, names, cell)
+    return drawn
+
+
+def paint_groups(
+    base: NDArray[np.float64],
+    token: NDArray[Any],
+    sizes: NDArray[Any],
+    tints: Sequence[tuple[int, int, int]],
+) -> Image.Image:
+    """Tint the groups of several patches, and darken dropped patches.
+
+    Parameters
+    ----------
+    base : array of shape (height, width, 3)
+        The photo.
+    token : array of shape (height, width)
+        The output token of each pixel; −1 for none.
+    sizes, tints : arrays of length M
+        Patches and color of each output token.
+    """
     gray = base.mean(-1, keepdims=True)
     tinted = 0.45 * gray + 0.55 * np.array(tints, np.float64)[np.maximum(token, 0)]
     shown = np.where((sizes[np.maximum(token, 0)] > 1)[..., None], tinted, base)
     shown = np.where((token >= 0)[..., None], shown, 0.25 * base)
     shown[_find_edges(token)] = 255
-    drawn = Image.fromarray(shown.round().astype(np.uint8))
-    if names:
-        _draw_names(drawn, plan, names, cell)
-    return drawn
+    return Image.fromarray(shown.round().astype(np.uint8))
 
 
 def draw_tokens(plan: Reduction, photo: Image.Image | None = None, *, cell: int = 14, gap: int = 1) -> Image.Image:
@@ -211,7 +231,8 @@ def _draw_names(drawn: Image.Image, plan: Reduction, names: Mapping[int, str], c
         pen.text((left + 4, top + 8), name, PAPER, font, anchor="lm")
 
 
-def _enlarge(grid: NDArray[Any], cell: int) -> NDArray[Any]:
+def enlarge(grid: NDArray[Any], cell: int) -> NDArray[Any]:
+    """Repeat each value ``cell`` times in both directions."""
     return grid.repeat(cell, 0).repeat(cell, 1)
 
 

@@ -86,29 +86,27 @@ def draw_look(
     line = label + 2 * height + 2 * foot
     page = Image.new("RGB", (2 * margin + (across + 1) * width + across * gap, head + lines * line), PAPER)
     pen, huge, large, small = ImageDraw.Draw(page), *(ImageFont.load_default(size) for size in (24, 19, 15))
-    _draw_text(pen, (margin, 20), title, INK, huge, page.width - 2 * margin)
-    _draw_text(pen, (margin, head + 12), f"{plans[0][1].patches} patches", INK, large, width)
+    draw_text(pen, (margin, 20), title, INK, huge, page.width - 2 * margin)
+    draw_text(pen, (margin, head + 12), f"{plans[0][1].patches} patches", INK, large, width)
     page.paste(Image.fromarray(scale_to_grid(photo, (rows, columns), cell).astype(np.uint8)), (margin, head + label))
-    _draw_text(pen, (margin, head + label + height + 7), "the photo as the tower sees it", MUTED, small, width)
-    sizes = _concept_sizes([plan for _, plan in plans])
+    draw_text(pen, (margin, head + label + height + 7), "the photo as the tower sees it", MUTED, small, width)
+    sizes = concept_sizes([plan for _, plan in plans])
     colors = {concept: token_color(number) for number, concept in enumerate(sizes)}
     _draw_legend(page, (margin, head + label + height + foot + 8, width, height), list(sizes), colors, names or {})
     for number, (heading, plan) in enumerate(plans):
         left = margin + (number % across + 1) * (width + gap)
         top = head + number // across * line
-        _draw_text(pen, (left, top + 12), f"{heading}: {len(plan)} tokens", INK, large, width)
+        draw_text(pen, (left, top + 12), f"{heading}: {len(plan)} tokens", INK, large, width)
         page.paste(draw_reduction(plan, photo, side=side, names=names, colors=colors), (left, top + label))
-        _draw_text(
-            pen, (left, top + label + height + 7), "groups of patches that become one token", MUTED, small, width
-        )
+        draw_text(pen, (left, top + label + height + 7), "groups of patches that become one token", MUTED, small, width)
         second = top + label + height + foot
         page.paste(draw_reduction(plan, photo, style="tokens", side=side), (left, second))
         remain = f"the tokens that remain ({describe_change(plan.patches, len(plan))})"
-        _draw_text(pen, (left, second + height + 7), remain, MUTED, small, width)
+        draw_text(pen, (left, second + height + 7), remain, MUTED, small, width)
     return page
 
 
-def _concept_sizes(plans: Sequence[Reduction]) -> dict[int, int]:
+def concept_sizes(plans: Sequence[Reduction]) -> dict[int, int]:
     """Return the concepts of all groups of several patches, and how many patches they have, largest first."""
     sizes: Counter[int] = Counter()
     for plan in plans:
@@ -136,7 +134,7 @@ def _draw_legend(
         gray = 0.45 * 200
         tint = tuple(round(gray + 0.55 * value) for value in colors[concept])
         pen.rounded_rectangle((left, y, left + 16, y + 16), 3, fill=tint)
-        _draw_text(pen, (left + 26, y), transliterate(names[concept]), INK, font, width - 26)
+        draw_text(pen, (left + 26, y), transliterate(names[concept]), INK, font, width - 26)
 
 
 def draw_compare(
@@ -180,7 +178,7 @@ def draw_compare(
         "RGB", (2 * margin + columns * width + (columns - 1) * gap, head + lines * (height + text) + foot), PAPER
     )
     pen, huge, large, small = ImageDraw.Draw(page), *(ImageFont.load_default(size) for size in (24, 17, 15))
-    _draw_text(pen, (margin, 20), question, INK, huge, page.width - 2 * margin)
+    draw_text(pen, (margin, 20), question, INK, huge, page.width - 2 * margin)
     full = Image.fromarray(scale_to_grid(photo, (rows, across), cell).astype(np.uint8))
     marks = [mark for mark in ("right", "wrong") if correct is not None] or ["same"]
     cells = [("All tokens", full, rows * across, answer, "" if correct is None else marks[not correct])]
@@ -192,7 +190,7 @@ def draw_compare(
         left, top = margin + number % columns * (width + gap), head + number // columns * (height + text)
         page.paste(picture, (left, top))
         count = f"{tokens} tokens"
-        _draw_text(pen, (left, top + height + 7), heading, INK, large, width - pen.textlength(count, small) - 10)
+        draw_text(pen, (left, top + height + 7), heading, INK, large, width - pen.textlength(count, small) - 10)
         pen.text((left + width, top + height + 9), count, MUTED, small, anchor="ra")
         indent = 20 * bool(mark)
         for row, line in enumerate(_wrap_text(reply or "(no answer)", small, width - indent, 2)):
@@ -204,12 +202,12 @@ def draw_compare(
     for mark in marks:
         legend = {"same": "same answer as with all tokens", "right": "right answer", "wrong": "wrong answer"}[mark]
         _draw_mark(pen, left, bottom + 8, mark)
-        _draw_text(pen, (left + 20, bottom + 6), legend, MUTED, small, page.width - margin - left - 20)
+        draw_text(pen, (left + 20, bottom + 6), legend, MUTED, small, page.width - margin - left - 20)
         left += 40 + pen.textlength(legend, small)
     return page
 
 
-def _draw_text(pen: Any, at: tuple[float, float], text: str, color: Any, font: Any, width: float) -> None:
+def draw_text(pen: Any, at: tuple[float, float], text: str, color: Any, font: Any, width: float) -> None:
     """Draw one line of text, truncated to ``width``."""
     pen.text(at, truncate_text(transliterate(text), font, width), color, font)
 

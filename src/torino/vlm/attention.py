@@ -163,7 +163,7 @@ def make_bias(
     if mode == "plain":
         return None
     counts = [len(size) for size in sizes]
-    log = log_sizes(inputs, adapter.image_token, sizes, counts)
+    log = log_sizes(inputs, adapter.placeholder(inputs), sizes, counts)
     if mode == "proportional":
         return AttentionBias(log)
     uniform = [
@@ -172,10 +172,10 @@ def make_bias(
     ]
     frequencies, axis = cast("tuple[Tensor, Tensor]", _rotary(adapter.model))
     distance = distance_bias(_positions(inputs), frequencies, axis)
-    has_image = ((inputs["input_ids"] == adapter.image_token) & inputs["attention_mask"].bool()).any(1)
+    has_image = ((inputs["input_ids"] == adapter.placeholder(inputs)) & inputs["attention_mask"].bool()).any(1)
     return AttentionBias(
         log,
-        log_sizes(inputs, adapter.image_token, uniform, counts),
+        log_sizes(inputs, adapter.placeholder(inputs), uniform, counts),
         distance * has_image[:, None, None],  # a prompt without images is answered as by the stock model
     )
 

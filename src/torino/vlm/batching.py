@@ -154,7 +154,7 @@ def write_inputs(vlm: VLM, conversation: Sequence[Turn], full: Sequence[int]) ->
     text = pieces[0] + "".join(marker * length + piece for length, piece in zip(full, pieces[1:], strict=True))
     tokens = vlm.processor.tokenizer(text, return_tensors="pt", **special_token_options(prompt, vlm.processor))
     tensors = {name: tokens[name].to(vlm.device) for name in ("input_ids", "attention_mask")}
-    limits.check_tokens(tensors["input_ids"], vlm.adapter.image_token, vlm.adapter.config)
+    limits.check_tokens(tensors["input_ids"], vlm.adapter.placeholders, vlm.adapter.config)
     return Inputs(tensors, (prompt,), (turns,), (), time.perf_counter() - begin)
 
 

@@ -347,7 +347,9 @@ def _check_cache(adapter: Adapter, named: Mapping[str, Any]) -> None:
     length = int(getattr(cache, "get_seq_length", int)())
     if not length:
         return
-    if adapter.has_images(named) or (ids is not None and bool((ids == adapter.image_token).any())):
+    if adapter.has_images(named) or (
+        ids is not None and bool(torch.isin(ids, ids.new_tensor(adapter.placeholders)).any())
+    ):
         raise BadParameter(
             f"past_key_values already holds {length} tokens, and this prompt has images, which are shorter in that "
             "cache than here. To continue over several turns, write the prompts with ReducingProcessor: its input_ids "

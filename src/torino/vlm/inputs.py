@@ -19,6 +19,8 @@ from torino.vlm.trace import sum_layers
 if TYPE_CHECKING:
     from PIL import Image
 
+    from torino.datasets.video import Video
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
@@ -33,7 +35,9 @@ class Inputs:
     conversations : tuple of conversations
         What each prompt was written from.
     images : tuple of PIL images
-        All images, in order, as the processor received them.
+        All images and frames of videos, in order, as the processor received them.
+    shown : tuple
+        What was shown, in order: a Video, or None for an image. Empty if all are images.
     seconds : float
         Time that opening and processing took.
     """
@@ -43,6 +47,12 @@ class Inputs:
     conversations: tuple[Sequence[Turn], ...] = ()
     images: tuple[Image.Image, ...] = field(default=(), repr=False)
     seconds: float = 0.0
+    shown: tuple[Video | None, ...] = field(default=(), repr=False)
+
+    @property
+    def videos(self) -> list[Video]:
+        """The videos, in order."""
+        return [video for video in self.shown if video is not None]
 
 
 @dataclass(frozen=True, eq=False)

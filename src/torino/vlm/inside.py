@@ -235,7 +235,7 @@ class InsideRun:
         self.images, self.bias, self.decoder = images, bias, cast(Any, adapter.model).get_decoder()
         self.layers: Sequence[Any] = self.decoder.layers
         self.prompt = ids.shape[1]
-        is_image = (ids == adapter.image_token) & self.alive
+        is_image = (ids == adapter.placeholder(inputs)) & self.alive
         self.last = _last_tokens(self.alive, is_image, inputs.get("labels"))
         self.text = self.alive & ~is_image
         places = is_image.nonzero()

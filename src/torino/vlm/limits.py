@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from torino.core.checks import check_tensor, check_type, describe_value, to_integer, to_list
 from torino.core.errors import BadParameter
 from torino.datasets.images import Picture
+from torino.datasets.video import Video
 from torino.reducers import Reducer
 
 Result = TypeVar("Result")
 CHARACTERS_PER_TOKEN = 64  # more than in any text; a longer prompt is refused without splitting it into tokens
 
 
-def to_pictures(images: Picture | Sequence[Picture]) -> list[Picture]:
-    """Return one image or several as a list; their types are checked when they are opened."""
+def to_pictures(images: Picture | Video | Sequence[Picture | Video]) -> list[Picture | Video]:
+    """Return one image or video, or several, as a list; the types of images are checked when they are opened."""
     if not isinstance(images, list | tuple):
-        return [cast(Picture, images)]
+        return [cast("Picture | Video", images)]
     if not images:
         raise BadParameter("No image was given. Give at least one.")
-    return list(cast(Sequence[Picture], images))
+    return list(cast("Sequence[Picture | Video]", images))
 
 
 def check_processor(processor: Any, *, optional: bool = False) -> None:
@@ -75,27 +77,28 @@ def _is_part(part: Any) -> bool:
     return kind != "image" or "image" in part
 
 
-def check_grids(grids: Tensor, pixels: Tensor, side: int) -> None:
-    """Refuse an ``image_grid_thw`` that does not describe these packed patches; ``side`` patches merge in each axis."""
-    advice = "Pass image_grid_thw and pixel_values as the processor returns them."
-    check_tensor("image_grid_thw", grids, BadParameter)
-    check_tensor("pixel_values", pixels, BadParameter)
+def check_grids(grids: Tensor, pixels: Tensor, side: int, name: str = "image_grid_thw") -> None:
+    """Refuse grids that do not describe these packed patches; ``side`` patches merge in each axis of a frame."""
+    packed = "pixel_values" if name == "image_grid_thw" else "pixel_values_videos"
+    advice = f"Pass {name} and {packed} as the processor returns them."
+    check_tensor(name, grids, BadParameter)
+    check_tensor(packed, pixels, BadParameter)
     if grids.ndim != 2 or grids.shape[1] != 3 or grids.is_floating_point() or grids.is_complex():
         raise BadParameter(
-            f"image_grid_thw must be integers of shape (images, 3), got {grids.dtype} of shape {tuple(grids.shape)}. "
-            f"{advice}"
+            f"{name} must be integers of shape ({name.split('_')[0]}s, 3), got {grids.dtype} of shape "
+            f"{tuple(grids.shape)}. {advice}"
         )
     rows: list[list[int]] = grids.tolist()
     for times, height, width in rows:
         if min(times, height, width) < 1 or height % side or width % side:
             raise BadParameter(
-                f"image_grid_thw has the grid {times}x{height}x{width}; times must be at least 1, and height and width "
+                f"{name} has the grid {times}x{height}x{width}; times must be at least 1, and height and width "
                 f"positive multiples of {side}. {advice}"
             )
     patches = sum(times * height * width for times, height, width in rows)
     if pixels.ndim != 2 or patches != len(pixels):
         raise BadParameter(
-            f"image_grid_thw describes {patches} patches, and pixel_values has shape {tuple(pixels.shape)}. {advice}"
+            f"{name} describes {patches} patches, and {packed} has shape {tuple(pixels.shape)}. {advice}"
         )
 
 
@@ -122,9 +125,12 @@ def check_characters(prompts: Sequence[str], config: Any) -> None:
         )
 
 
-def check_tokens(ids: Tensor, image_token: int, config: Any) -> None:
+def check_tokens(ids: Tensor, placeholders: Sequence[int], config: Any) -> None:
     """Refuse prompts whose text alone is longer than the model can read; images may become shorter."""
-    limit, longest = context_length(config), int((ids != image_token).sum(-1).max())
+    limit, longest = (
+        context_length(config),
+        int((~torch.isin(ids, torch.tensor(placeholders, device=ids.device))).sum(-1).max()),
+    )
     if limit is not None and longest > limit:
         raise BadParameter(
             f"The question has {longest:,} tokens with the prompt around it, and this model reads at most {limit:,}. "

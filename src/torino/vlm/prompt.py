@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torino.core.checks import check_type
 from torino.core.errors import BadParameter, TorinoError
+from torino.datasets.video import Video
 from torino.vlm.adapters.base import Adapter
 
 Turn = Mapping[str, Any]
-"""A turn of a conversation: ``role``, and ``content``, a list of parts ``{"type": "text", "text": …}`` and
-``{"type": "image", "image": …}``."""
+"""A turn of a conversation: ``role``, and ``content``, a list of parts ``{"type": "text", "text": …}``,
+``{"type": "image", "image": …}`` and ``{"type": "video", "video": Video}``."""
 
 DEFAULT_MARKER = "<image>"
 
 
 def user_turn(images: Sequence[Any], question: str) -> Turn:
-    """Return the turn of a user who shows images and then asks a question."""
-    shown = [{"type": "image", "image": image} for image in images]
+    """Return the turn of a user who shows images or videos and then asks a question."""
+    shown = [
+        {"type": "video", "video": image} if isinstance(image, Video) else {"type": "image", "image": image}
+        for image in images
+    ]
     return {"role": "user", "content": [*shown, {"type": "text", "text": question}]}
 
 
 def check_question(question: str, processor: Any) -> None:
     """Refuse an empty question, and one that contains the image marker."""
     check_type("question", question, str, "text")
-    marker = image_marker(processor)
     if not question.strip():
         raise BadParameter("The question is empty. Ask something, such as 'What is in this image?'.")
-    if marker in question:
-        raise BadParameter(f"The question contains {marker!r}, which marks an image. Remove it; images are added.")
+    for kind, marker in markers(processor).items():
+        if marker in question:
+            what = f"{'an' if kind == 'image' else 'a'} {kind}"
+            raise BadParameter(f"The question contains {marker!r}, which marks {what}. Remove it; {kind}s are added.")
 
 
 def turn_images(conversation: Sequence[Turn]) -> list[Any]:
     """Return the images of a conversation, in order."""
     return [part["image"] for turn in conversation for part in turn["content"] if part["type"] == "image"]
+
+
+def turn_visuals(conversation: Sequence[Turn]) -> list[Any]:
+    """Return the images and videos of a conversation, in order."""
+    parts = [part for turn in conversation for part in turn["content"]]
+    return [part[part["type"]] for part in parts if part["type"] in ("image", "video")]
 
 
 def last_question(conversation: Sequence[Turn]) -> str:
@@ -55,8 +66,9 @@ def write_prompt(conversation: Sequence[Turn], processor: Any, adapter: Adapter)
     """
     marker = image_marker(processor)
     family = str(adapter.config.model_type)
+    known = markers(processor).values()
     turns: list[dict[str, Any]] = [
-        {"role": str(turn["role"]), "content": [_part(part, marker) for part in turn["content"]]}
+        {"role": str(turn["role"]), "content": [_part(part, known) for part in turn["content"]]}
         for turn in conversation
     ]
     template = getattr(processor, "chat_template", None) or getattr(processor.tokenizer, "chat_template", None)
@@ -82,17 +94,24 @@ def image_marker(processor: Any) -> str:
     return str(getattr(processor, "image_token", None) or DEFAULT_MARKER)
 
 
+def markers(processor: Any) -> dict[str, str]:
+    """Return the texts that stand for an image and, where the processor has one, for a video."""
+    video = getattr(processor, "video_token", None)
+    return {"image": image_marker(processor)} | ({"video": str(video)} if video else {})
+
+
 def special_token_options(prompt: str, processor: Any) -> dict[str, Any]:
     """Return the tokenizer options for a written prompt: no second start token if the template has written one."""
     start = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
     return {"add_special_tokens": False} if start and prompt.startswith(start) else {}
 
 
-def _part(part: Mapping[str, Any], marker: str) -> dict[str, Any]:
+def _part(part: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
     if part["type"] == "text":
         text = str(part["text"])
-        # A marker inside the text would stand for an image that is not given.
-        return {"type": "text", "text": text.replace(marker, "").strip() if marker in text else text}
-    if part["type"] != "image":
-        raise TorinoError(f"The conversation contains a {part['type']}; torino reduces images only.")
-    return {"type": "image"}
+        for marker in known:  # a marker inside the text would stand for an image that is not given
+            text = text.replace(marker, "").strip() if marker in text else text
+        return {"type": "text", "text": text}
+    if part["type"] not in ("image", "video"):
+        raise TorinoError(f"The conversation contains a {part['type']}; torino reduces images and videos only.")
+    return {"type": part["type"]}

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from torino.core.errors import BadParameter, MissingSignal, TorinoError
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage, synchronize
 from torino.datasets.images import Padding, Picture, as_seen, mean_color, open_image, prepare
-from torino.reducers import InTowerReducer, Reducer, as_in_tower, split_reducer
+from torino.datasets.video import Video
+from torino.reducers import Reducer, split_reducer
 from torino.vlm import limits
 from torino.vlm.adapters.base import (
     CLIP_SIGNALS,
@@ -34,7 +35,9 @@ from torino.vlm.adapters.base import (
     token_sizes,
 )
 from torino.vlm.attention import Attention, AttentionBias, attention_mode, make_bias
+from torino.vlm.clips import processor_options, show_frames, visual_parts
 from torino.vlm.early_exit import measure_early_exit
+from torino.vlm.encode_once import Encoded
 from torino.vlm.generate import FirstTokenClock, GenerateCall, run_generate
 from torino.vlm.inputs import Inputs, ReducedImages, finish_plans
 from torino.vlm.inside import InsideRun, plan_inside
@@ -54,64 +57,6 @@ from torino.vlm.trace import Answer, Generated, ReducedCall, Trace
 
 if TYPE_CHECKING:
     from PIL import Image
-
-
-class Encoded:
-    """Images that the tower encodes once for any number of reducers and questions.
-
-    The tower runs on first use, for the union of the signals that the given reducers read. If the tower lacks one of
-    them, it runs again for each set of signals, and only the reducers that need the missing one fail.
-    """
-
-    def __init__(self, vlm: VLM, inputs: Inputs, reducers: Iterable[Reducer | None]) -> None:
-        check_type("inputs", inputs, Inputs, "the Inputs of VLM.inputs()")
-        self.vlm, self.inputs = vlm, inputs
-        before = [split_reducer(reducer)[0] for reducer in limits.check_reducers(reducers) if reducer is not None]
-        self._runs: dict[frozenset[str], tuple[EncodedImages, dict[str, float]]] = {}
-        needs = [vlm.adapter.needs(reducer) for reducer in before if reducer is not None and not reducer.in_tower]
-        self._union = frozenset[str]().union(*needs) - QUERY_SIGNALS
-
-    def with_question(self, question: str) -> Encoded:
-        """Return the same images with another question; the tower does not run again."""
-        other = Encoded.__new__(Encoded)
-        other.vlm, other._runs, other._union = self.vlm, self._runs, self._union
-        inputs, pixels = self.vlm.inputs(self.inputs.images, question), self.vlm.adapter.pixel_names
-        shared = {name: value for name, value in self.inputs.tensors.items() if name in pixels}
-        other.inputs = replace(inputs, tensors={**inputs.tensors, **shared})  # one copy of the pixels in memory
-        return other
-
-    def run(self, reducer: Reducer | None) -> tuple[EncodedImages, ReductionBatch | None, dict[str, float]]:
-        """Return the encoded images for a reducer, its plans if it runs inside the tower, and the time it took."""
-        limits.check_reducer(reducer)
-        reducer = None if reducer is None else split_reducer(reducer)[0]
-        adapter = self.vlm.adapter
-        if reducer is not None and reducer.in_tower:
-            with recording() as seconds, stage("tower"):
-                in_tower = cast(InTowerReducer, as_in_tower(reducer))
-                images, plans = adapter.encode_in_tower(self.inputs.tensors, in_tower)
-            return images, plans, dict(seconds)
-        needs = frozenset[str]() if reducer is None else adapter.needs(reducer)
-        images, seconds = self._encode(needs - QUERY_SIGNALS)
-        if reducer is not None and needs & QUERY_SIGNALS:
-            query = self.vlm.query_for(self.inputs, reducer)
-            with recording() as query_seconds:
-                images = adapter.add_text_query(images, self.inputs.tensors, reducer, query)
-            seconds = {**seconds, **query_seconds}
-        return images, None, seconds
-
-    def _encode(self, needs: frozenset[str]) -> tuple[EncodedImages, dict[str, float]]:
-        signals = self._union if needs <= self._union else needs
-        if signals not in self._runs:
-            try:
-                with recording() as seconds, stage("tower"):
-                    images = self.vlm.adapter.encode(self.inputs.tensors, signals)
-            except MissingSignal:
-                if signals == needs:
-                    raise
-                self._union = needs  # the tower lacks a signal of another reducer
-                return self._encode(needs)
-            self._runs[signals] = images, dict(seconds)
-        return self._runs[signals]
 
 
 class VLM:
@@ -171,8 +116,12 @@ class VLM:
 
     # ------------------------------------------------------------------ inputs
 
-    def inputs(self, images: Picture | Sequence[Picture], question: str) -> Inputs:
-        """Build the inputs of one question about an image, or about several images together."""
+    def inputs(self, images: Picture | Video | Sequence[Picture | Video], question: str) -> Inputs:
+        """Build the inputs of one question about an image or a video, or about several together.
+
+        :func:`~torino.datasets.video.open_video` opens videos. A model that takes no videos is shown their frames as
+        several images.
+        """
         check_question(question, self.processor)
         return self.chat_inputs([[user_turn(limits.to_pictures(images), question)]])
 
@@ -183,11 +132,24 @@ class VLM:
         """
         begin = time.perf_counter()
         limits.check_conversations(conversations)
+        shown = [video for conversation in conversations for video in visual_parts(conversation)]
+        videos = [video for video in shown if video is not None]
+        given = conversations
+        if videos and not self.adapter.takes_videos:
+            conversations = [show_frames(conversation) for conversation in conversations]
+        elif videos and len(videos) < len(shown):
+            raise BadParameter(
+                "A prompt has images and videos, and torino reduces one of them in a call. Ask separately."
+            )
         prompts = [write_prompt(conversation, self.processor, self.adapter) for conversation in conversations]
         limits.check_characters(prompts, self.adapter.config)
         images = [[self.open(image) for image in turn_images(conversation)] for conversation in conversations]
         options: dict[str, Any] = special_token_options(prompts[0], self.processor)
-        if any(images):
+        if videos and self.adapter.takes_videos:
+            videos = [replace(video, frames=tuple(self.open(frame) for frame in video.frames)) for video in videos]
+            options |= processor_options(videos)
+            images = [[frame for video in videos for frame in video.frames]]
+        elif any(images):
             options["images"] = images[0] if len(images) == 1 else images
         if len(prompts) > 1:
             options |= {"padding": True, "padding_side": "left"}
@@ -196,18 +158,28 @@ class VLM:
             processed = self.processor(text=text, return_tensors="pt", **options)
         except (ValueError, TypeError) as error:
             raise TorinoError(f"{type(self.processor).__name__} refused an image or the question: {error}") from error
+        seconds = processed.get("second_per_grid_ts")
         tensors = dict(processed.to(self.device, dtype=self.dtype))  # integer tensors keep their type
-        limits.check_tokens(tensors["input_ids"], self.adapter.image_token, self.adapter.config)
+        if seconds is not None:  # in bfloat16 they would move the frames
+            tensors["second_per_grid_ts"] = seconds
+        limits.check_tokens(tensors["input_ids"], self.adapter.placeholders, self.adapter.config)
         return Inputs(
             tensors,
             tuple(prompts),
-            tuple(conversations),
+            tuple(given),
             tuple(image for row in images for image in row),
             time.perf_counter() - begin,
+            tuple(shown) if videos else (),
         )
 
-    def open(self, image: Picture) -> Image.Image:
-        """Open an image and pad it as the session does; an image that was opened before is returned unchanged."""
+    @overload
+    def open(self, image: Picture) -> Image.Image: ...
+    @overload
+    def open(self, image: Video) -> Video: ...
+    def open(self, image: Picture | Video) -> Image.Image | Video:
+        """Open an image and pad it as the session does; an image or video that was opened before stays as it is."""
+        if isinstance(image, Video):
+            return image
         return prepare(open_image(image), self.padding, self._color)
 
     def query_for(self, inputs: Inputs, reducer: Reducer | None) -> TextQuery | None:
@@ -236,7 +208,10 @@ class VLM:
     # ------------------------------------------------------------------ encode, reduce, generate
 
     def encode(
-        self, source: Inputs | Picture | Sequence[Picture], reducers: Iterable[Reducer | None] = (), question: str = "?"
+        self,
+        source: Inputs | Picture | Video | Sequence[Picture | Video],
+        reducers: Iterable[Reducer | None] = (),
+        question: str = "?",
     ) -> Encoded:
         """Prepare images for any number of reducers; the tower runs once, on first use."""
         return Encoded(self, source if isinstance(source, Inputs) else self.inputs(source, question), reducers)
@@ -308,7 +283,10 @@ class VLM:
         }
         clock, call = FirstTokenClock(), GenerateCall(self.model, {**rows, "do_sample": False, **generation})
         call.check()
-        encoded = first.encoded if count == 1 else EncodedImages((), first.encoded.full * count)
+        encoded = first.encoded
+        if count > 1:
+            full = tuple(number for reduction in reductions for number in reduction.encoded.full)
+            encoded = EncodedImages((), full, modality=encoded.modality)
         embeds = [item for reduction in reductions for item in reduction.embeds]
         short, _ = self.adapter.insert(call.inputs, encoded, embeds, first.positions, "left")
         sizes = [size for reduction in reductions for size in reduction.sizes]
@@ -438,7 +416,7 @@ def load_vlm(
 
 
 def ask(
-    image: Picture | Sequence[Picture],
+    image: Picture | Video | Sequence[Picture | Video],
     question: str,
     *,
     model: VLM | str | os.PathLike[str] = "lab",
@@ -447,11 +425,11 @@ def ask(
     baseline: bool = False,
     **generation: Any,
 ) -> Answer:
-    """Ask a model about an image (or several), with fewer visual tokens if a reducer is given.
+    """Ask a model about an image or a video (or several), with fewer visual tokens if a reducer is given.
 
     Parameters
     ----------
-    image : path, bytes, PIL image, or a sequence of them
+    image : path, bytes, PIL image, Video, or a sequence of them
     question : str
     model : VLM, or what :func:`load_vlm` takes
     reducer : Reducer, optional

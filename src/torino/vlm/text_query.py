@@ -359,8 +359,8 @@ class TextQuery:
     ) -> EncodedImages:
         """Add the signals of the question that are needed to every unit, each with the question of its prompt."""
         self.reader.check(adapter)
-        questions = self._questions(inputs, adapter.image_token)
-        rows = _image_rows(inputs["input_ids"], adapter.image_token, encoded.full)
+        questions = self._questions(inputs, adapter.placeholder(inputs))
+        rows = _image_rows(inputs["input_ids"], adapter.placeholder(inputs), encoded.full)
         # Each question is embedded separately, so that its embedding does not depend on the others in the batch.
         texts = {
             question: self.reader.embed(adapter, question) for question in sorted({questions[row] for row in rows})

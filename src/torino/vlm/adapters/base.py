@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
@@ -18,7 +17,6 @@ from torino.core.placement import place_at_median
 from torino.core.plugins import load_plugins
 from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.timing import recording, stage
-from torino.core.tokens import VisualTokens
 from torino.reducers import (
     Downsample,
     InTowerReducer,
@@ -28,7 +26,7 @@ from torino.reducers import (
     as_in_tower,
     split_reducer,
 )
-from torino.vlm.adapters.encoded import EncodedImages, ImageEmbeds
+from torino.vlm.adapters.encoded import EncodedImages, ImageEmbeds, plan_units
 from torino.vlm.insertion import ShortenedPrompt, Side, shorten_prompt
 from torino.vlm.inside import plan_inside
 from torino.vlm.trace import ReducedCall
@@ -72,6 +70,15 @@ class Adapter(ABC):
     separates_images: ClassVar[bool] = False
     """Whether each image can be encoded by itself: its marker in the prompt becomes its placeholders and nothing else,
     and positions and outputs are plain. A server can then cache reduced images; see :mod:`torino.vlm.batching`."""
+    takes_videos: ClassVar[bool] = False
+    """Whether the model takes videos (``pixel_values_videos``) and :meth:`encode` encodes them."""
+    video_ndims: ClassVar[tuple[int, ...]] = (5,)
+    """Numbers of dimensions that ``pixel_values_videos`` can have."""
+    joins_frames: ClassVar[bool] = False
+    """Whether the frames of a video that are shown as several images can be reduced together: :meth:`embed` takes a
+    unit of all of them."""
+    joins_videos: ClassVar[bool] = False
+    """Whether the model reads the features of all videos as one tensor."""
     in_tower_refusal: ClassVar[str] = "torino does not run the blocks of its tower one by one"
     """Why no reducer can run inside the tower; empty where one can."""
 
@@ -96,6 +103,11 @@ class Adapter(ABC):
         self, inputs: Mapping[str, Any], reducer: InTowerReducer
     ) -> tuple[EncodedImages, ReductionBatch]:
         """Run the tower on smaller images, or with a reducer active in its blocks; return its output and the plans."""
+        if self.has_videos(inputs):
+            raise TorinoError(
+                f"{reducer.spec} works on the pixels or inside the vision tower, image by image, and not on videos. "
+                "Choose a method for videos, such as torino-m."
+            )
         if reducer.on_pixels:
             return self.encode_smaller(inputs, cast("Downsample | KeepShare", reducer))
         return self.encode_in_blocks(inputs, reducer)
@@ -125,8 +137,24 @@ class Adapter(ABC):
 
     @property
     def image_token(self) -> int:
-        """Id of the placeholder in ``input_ids``."""
+        """Id of the placeholder of an image in ``input_ids``."""
         return int(self.config.image_token_id)
+
+    @property
+    def video_token(self) -> int:
+        """Id of the placeholder of a video in ``input_ids``, for models that take videos."""
+        return int(self.config.video_token_id)
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Ids of all placeholders."""
+        return (self.image_token, self.video_token) if self.takes_videos else (self.image_token,)
+
+    def placeholder(self, inputs: Mapping[str, Any]) -> int:
+        """Return the id of the placeholder in some inputs, before or after encoding: that of a video or of an image."""
+        encoded = dict(inputs.get("mm_encoder_outputs") or {})
+        is_video = self.takes_videos and (self.has_videos(inputs) or set(encoded) == {"video"})
+        return self.video_token if is_video else self.image_token
 
     @property
     def batches_reductions(self) -> bool:
@@ -137,7 +165,10 @@ class Adapter(ABC):
         """Wrap the features as the model's own ``get_image_features`` returns them."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        return BaseModelOutputWithPooling(pooler_output=[item.features for item in embeds])  # type: ignore[arg-type]
+        features: Any = [item.features for item in embeds]
+        if encoded.modality == "video" and self.joins_videos:
+            features = torch.cat(features)[None]
+        return BaseModelOutputWithPooling(pooler_output=features)
 
     def positions(self, inputs: Mapping[str, Any], prompt: ShortenedPrompt, mode: PositionMode) -> dict[str, Any]:
         """Return position inputs of the shortened prompt; empty for compact positions, which models count."""
@@ -221,7 +252,7 @@ class Adapter(ABC):
         if before is None:
             return ReductionBatch.of([Reduction.identity(by=reducer.spec, **unit.layout) for unit in encoded.tokens])
         with torch.no_grad():
-            plans = _plan_units(before, encoded)
+            plans = plan_units(before, encoded)
         self.check_plans(reducer, plans)
         return plans
 
@@ -266,22 +297,22 @@ class Adapter(ABC):
     ) -> tuple[dict[str, Any], ShortenedPrompt]:
         """Replace the placeholders of each image by its tokens; return model inputs and how the prompt was cut."""
         slots = [item.slots for item in embeds]
-        prompt = shorten_prompt(inputs, self.image_token, encoded.full, slots, side=side, pad=self._pad_token())
+        token = self.video_token if encoded.modality == "video" else self.image_token
+        prompt = shorten_prompt(inputs, token, encoded.full, slots, side=side, pad=self._pad_token())
         consumed = {*self.pixel_names, *prompt.inputs, "position_ids", "mm_encoder_outputs"}
         reduced = {name: value for name, value in inputs.items() if name not in consumed}
         reduced |= prompt.inputs | self.positions(inputs, prompt, positions)
         others = dict(inputs.get("mm_encoder_outputs") or {})
-        reduced["mm_encoder_outputs"] = {**others, "image": self.outputs(encoded, embeds)}
+        reduced["mm_encoder_outputs"] = {**others, encoded.modality: self.outputs(encoded, embeds)}
         return reduced, prompt
 
     def has_images(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the inputs hold images; an empty batch of pixels holds none."""
-        pixels = inputs.get("pixel_values")
-        if pixels is None:
-            return False
-        if not isinstance(pixels, Tensor | list | tuple) or (isinstance(pixels, Tensor) and not pixels.ndim):
-            raise BadParameter(f"pixel_values must be the tensor of the processor, got {describe_value(pixels)}.")
-        return len(cast(Sequence[Any], pixels)) > 0
+        """Return whether the inputs hold images, or videos that the model takes; an empty batch of pixels has none."""
+        return self.has_videos(inputs) or _has_pixels(inputs, "pixel_values")
+
+    def has_videos(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether the inputs hold videos."""
+        return self.takes_videos and _has_pixels(inputs, "pixel_values_videos")
 
     def check_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Refuse inputs that cannot be reduced."""
@@ -297,20 +328,29 @@ class Adapter(ABC):
         if inputs["input_ids"].ndim != 2 or inputs["input_ids"].is_floating_point():
             given = f"{inputs['input_ids'].dtype} of shape {tuple(inputs['input_ids'].shape)}"
             raise BadParameter(f"input_ids must be integers of shape (rows, length), got {given}.")
-        pixels = inputs.get("pixel_values")
-        if pixels is not None:
-            check_tensor("pixel_values", pixels, BadParameter)
-            if pixels.ndim not in self.pixel_ndims or not pixels.is_floating_point():
+        has_videos = self.has_videos(inputs)
+        if has_videos and _has_pixels(inputs, "pixel_values"):
+            raise BadParameter(
+                f"This call gives {type(self.model).__name__} both images and videos, and torino reduces one of them "
+                "in a call. Use separate calls, or run it outside the reduced block."
+            )
+        for name, ndims in {"pixel_values": self.pixel_ndims, "pixel_values_videos": self.video_ndims}.items():
+            pixels = inputs.get(name)
+            if pixels is None or (name == "pixel_values_videos" and not has_videos):
+                continue
+            check_tensor(name, pixels, BadParameter)
+            if pixels.ndim not in ndims or not pixels.is_floating_point():
                 given = f"{pixels.dtype} of shape {tuple(pixels.shape)}"
                 raise BadParameter(
-                    f"pixel_values must be the floating-point tensor of {' or '.join(map(str, self.pixel_ndims))} "
-                    f"dimensions that the processor returns, got {given}."
+                    f"{name} must be the floating-point tensor of {' or '.join(map(str, ndims))} dimensions that the "
+                    f"processor returns, got {given}."
                 )
         check_type("mm_encoder_outputs", inputs.get("mm_encoder_outputs") or {}, Mapping, "a mapping by modality")
-        if dict(inputs.get("mm_encoder_outputs") or {}).get("image") is not None:
+        modality = "video" if has_videos else "image"
+        if dict(inputs.get("mm_encoder_outputs") or {}).get(modality) is not None:
             raise BadParameter(
-                "Both pixel values and mm_encoder_outputs of images were given. Pass the pixels to reduce them, or "
-                "the outputs alone to use them unchanged."
+                f"Both pixel values and mm_encoder_outputs of {modality}s were given. Pass the pixels to reduce them, "
+                "or the outputs alone to use them unchanged."
             )
 
     def check_plans(self, reducer: Reducer, plans: ReductionBatch) -> None:
@@ -335,25 +375,13 @@ class Adapter(ABC):
         return int(pad) if pad is not None and pad >= 0 and pad != self.image_token else 0
 
 
-def _plan_units(reducer: Reducer, encoded: EncodedImages) -> ReductionBatch:
-    tokens = [_detached(unit) for unit in encoded.tokens]
-    if not reducer.shares_views or not encoded.tilings:
-        return reducer.plan_batch(tokens)
-    plans, units = list[Reduction](), iter(tokens)
-    for tiling in encoded.tilings:
-        views: list[VisualTokens | None] = [None] * (1 + prod(tiling.layout))
-        for view in tiling.views:
-            views[view] = next(units)
-        base, *tiles = views
-        plans.extend(reducer.plan_views(cast(VisualTokens, base), tiles, tiling.layout))
-    return ReductionBatch.of(plans)
-
-
-def _detached(tokens: VisualTokens) -> VisualTokens:
-    """Drop the gradient: planning is discrete, and a reducer may use numpy."""
-    if not tokens.patches.requires_grad:
-        return tokens
-    return tokens.with_(patches=tokens.patches.detach(), cls=None if tokens.cls is None else tokens.cls.detach())
+def _has_pixels(inputs: Mapping[str, Any], name: str) -> bool:
+    pixels = inputs.get(name)
+    if pixels is None:
+        return False
+    if not isinstance(pixels, Tensor | list | tuple) or (isinstance(pixels, Tensor) and not pixels.ndim):
+        raise BadParameter(f"{name} must be the tensor of the processor, got {describe_value(pixels)}.")
+    return len(cast(Sequence[Any], pixels)) > 0
 
 
 def _counts_up(positions: Tensor, mask: Tensor) -> bool:
@@ -404,6 +432,7 @@ _adapters: dict[str, str | type[Adapter]] = {
     "internvl": "internvl.InternVL",
     "llava": "llava.Llava",
     "llava_next": "llava_next.LlavaNext",
+    "llava_next_video": "llava_next_video.LlavaNextVideo",
     "llava_onevision": "llava_onevision.LlavaOnevision",
     "paligemma": "gemma.PaliGemma",
     "qwen2_5_vl": "qwen.Qwen",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
 from torino.core.ragged import Ragged
-from torino.core.reduction import ReductionBatch
+from torino.core.reduction import Reduction, ReductionBatch
 from torino.core.tokens import VisualTokens
+from torino.reducers import Reducer
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class EncodedImages:
-    """The tower's output for the images of one call.
+    """The tower's output for the images, or the videos, of one call.
 
     Attributes
     ----------
@@ -46,6 +48,8 @@ class EncodedImages:
         The arrangement of the units of each image, where an image is encoded whole and in tiles; otherwise empty.
     reduced_tokens : tuple of Tensor of shape (M, D)
         Output of a tower in which a reducer was active; ``tokens`` is empty then.
+    modality : {"image", "video"}
+        What the model takes them for. Frames that are shown to a model as several images are images.
     """
 
     tokens: tuple[VisualTokens, ...]
@@ -53,6 +57,7 @@ class EncodedImages:
     extra: Any = None
     tilings: tuple[Tiling, ...] = ()
     reduced_tokens: tuple[Tensor, ...] = ()
+    modality: Literal["image", "video"] = "image"
 
     def reduced(self, plans: ReductionBatch, cls: Sequence[Tensor] | None = None) -> Ragged:
         """Return the reduced tokens of each unit: the plans applied, or what the tower already reduced."""
@@ -86,3 +91,25 @@ class ImageEmbeds:
     slots: Tensor
     sizes: Tensor | None = None
     patches: int = 0
+
+
+def plan_units(reducer: Reducer, encoded: EncodedImages) -> ReductionBatch:
+    """Plan every unit; units of one image that share a budget are planned together."""
+    tokens = [_detached(unit) for unit in encoded.tokens]
+    if not reducer.shares_views or not encoded.tilings:
+        return reducer.plan_batch(tokens)
+    plans, units = list[Reduction](), iter(tokens)
+    for tiling in encoded.tilings:
+        views: list[VisualTokens | None] = [None] * (1 + prod(tiling.layout))
+        for view in tiling.views:
+            views[view] = next(units)
+        base, *tiles = views
+        plans.extend(reducer.plan_views(cast(VisualTokens, base), tiles, tiling.layout))
+    return ReductionBatch.of(plans)
+
+
+def _detached(tokens: VisualTokens) -> VisualTokens:
+    """Drop the gradient: planning is discrete, and a reducer may use numpy."""
+    if not tokens.patches.requires_grad:
+        return tokens
+    return tokens.with_(patches=tokens.patches.detach(), cls=None if tokens.cls is None else tokens.cls.detach())

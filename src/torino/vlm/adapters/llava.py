@@ -31,6 +31,7 @@ class Llava(Adapter):
     projects_patches: ClassVar[bool] = True
     shares_prefix: ClassVar[bool] = True
     separates_images: ClassVar[bool] = True
+    joins_frames: ClassVar[bool] = True
     in_tower_refusal: ClassVar[str] = ""
     inside_refusal: ClassVar[str] = ""
     prompt_template: ClassVar[str] = "USER: {images}{question} ASSISTANT:"

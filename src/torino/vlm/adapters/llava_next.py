@@ -123,6 +123,7 @@ class LlavaNext(Llava):
     families: ClassVar[tuple[str, ...]] = ("llava_next",)
     inside_refusal: ClassVar[str] = "its images are arranged in tiles, which have a budget each"
     shares_prefix: ClassVar[bool] = False  # tested with LLaVA-1.5 only
+    joins_frames: ClassVar[bool] = False
     separates_images: ClassVar[bool] = False  # the tiles of an image can depend on the others
     tiles: ClassVar[bool] = True
     prompt_template: ClassVar[str] = ""  # it depends on the language model

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: as LLaVA-NeXT, but an image with many tiles is resized to a maximal size, and videos are refused.
+"""LLaVA-OneVision: as LLaVA-NeXT, but an image with many tiles is resized to a maximal size, and there are videos.
 
 Tiles, unpadding and newlines are those of :mod:`torino.vlm.adapters.llava_next`. In a prompt with several images
 (``batch_num_images``), each image has one tile, which ends in one newline.
@@ -16,8 +16,8 @@ On the canvas, keys, queries and CLS attention are resized like the tokens. Its 
 which shows the whole image. A reducer with one budget for all views of an image (``shares_views``) receives the canvas
 as a single tile.
 
-**Videos** are refused, because their frames are pooled after the projector and passed on as one tensor of equal
-lengths.
+**Videos** have frames of one tile each, pooled after the projector, and one newline after the last frame; see
+:mod:`torino.vlm.adapters.pooled_video`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torino.core.errors import BadTokens, TorinoError
+from torino.core.errors import BadTokens
 from torino.core.tokens import VisualTokens
-from torino.vlm.adapters.base import EncodedImages
-from torino.vlm.adapters.llava_next import LlavaNext, PackedImage, TiledImage, Unit, map_patches
+from torino.vlm.adapters.llava_next import PackedImage, TiledImage, Unit, map_patches
+from torino.vlm.adapters.pooled_video import PooledVideo
 
 UNLIMITED = f"anyres_max_{10**9}"
 
 
-class LlavaOnevision(LlavaNext):
-    """LLaVA-OneVision: tiles as in LLaVA-NeXT; an image over the tile limit is reduced after resizing; no videos.
+class LlavaOnevision(PooledVideo):
+    """LLaVA-OneVision: tiles as in LLaVA-NeXT; an image over the tile limit is reduced after resizing; videos.
 
     Parameters
     ----------
@@ -48,25 +48,21 @@ class LlavaOnevision(LlavaNext):
     """
 
     families: ClassVar[tuple[str, ...]] = ("llava_onevision",)
+    joins_videos: ClassVar[bool] = True
+    video_newline: ClassVar[bool] = True
 
     @property
     def pixel_names(self) -> tuple[str, ...]:
         """Inputs that belong to the pixels."""
         return (*super().pixel_names, "batch_num_images", "vision_aspect_ratio")
 
-    def has_images(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the inputs hold images to reduce, or a video, which encoding refuses."""
-        return super().has_images(inputs) or inputs.get("pixel_values_videos") is not None
+    def pool(self, values: Tensor) -> Tensor:
+        """Resize each frame to half its height and width with the model's own function."""
+        return self.inner.apply_pooling(values)
 
-    def encode(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
-        """Encode each tile as one unit, and the resized canvas of an image over the tile limit."""
-        if inputs.get("pixel_values_videos") is not None:
-            raise TorinoError(
-                "This prompt has a video, and for LLaVA-OneVision torino reduces images only: the frames of a video "
-                "are pooled after the projector and must have equal lengths. Use the unreduced model for videos, or "
-                "pass some frames as images."
-            )
-        return super().encode(inputs, needs)
+    def stock_videos(self, states: Tensor) -> Tensor:
+        """Project and pool."""
+        return self.inner.apply_pooling(self.inner.multi_modal_projector(states))
 
     def count_tiles(self, sizes: Sequence[Sequence[int]], inputs: Mapping[str, Any]) -> list[int]:
         """Return the number of tiles of each image, which is one if its prompt has several images."""

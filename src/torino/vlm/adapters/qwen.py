@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any shape, merged patches, three-dimensional positions."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos of any shape, merged patches, three-dimensional positions."""
 
 from __future__ import annotations
 
@@ -60,11 +60,16 @@ class Qwen(Adapter):
     *Signals.* These towers have no CLS token. Keys and queries of a block, before the rotary embedding, are averaged
     over the four patches of a token; without ``@`` they are those of the last block.
 
-    *Videos* are not reduced: a call with only videos runs unreduced, and a call with images and videos is refused.
+    *Videos.* A video is one unit of several frames: the tower merges two frames of the file into one, so its time is
+    between theirs. Every token keeps the time, row and column of the patch that represents it. Qwen3-VL writes the time
+    of each frame into the prompt as text, before its placeholders; this text stays, also where a frame has no token.
+    A call has images or videos, not both.
     """
 
     families: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
     pixel_ndims: ClassVar[tuple[int, ...]] = (2,)
+    video_ndims: ClassVar[tuple[int, ...]] = (2,)
+    takes_videos: ClassVar[bool] = True
     proportional_attention: ClassVar[bool] = True
     projects_patches: ClassVar[bool] = True
     position_axes: ClassVar[int] = 2
@@ -85,16 +90,19 @@ class Qwen(Adapter):
     @property
     def pixel_names(self) -> tuple[str, ...]:
         """Inputs that belong to the pixels, including the grid, which is that of the full image."""
-        return ("pixel_values", "image_grid_thw")
+        return ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
     def encode(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
-        """Run the complete tower and its merger once for all images."""
+        """Run the complete tower and its merger once for all images, or for all videos."""
         self._check(inputs)
-        tower = self.inner.visual
+        tower, is_video = self.inner.visual, self.has_videos(inputs)
         sources = {name: self._signal_source(name, len(tower.blocks)) for name in sorted(needs - {"projected"})}
-        grids: Tensor = inputs["image_grid_thw"]
+        grids: Tensor = inputs["video_grid_thw" if is_video else "image_grid_thw"]
         with _capture_fused(tower.blocks, {block for _, block in sources.values()}) as fused:
-            output = self.inner.get_image_features(inputs["pixel_values"], grids, return_dict=True)
+            if is_video:
+                output = self.inner.get_video_features(inputs["pixel_values_videos"], grids, return_dict=True)
+            else:
+                output = self.inner.get_image_features(inputs["pixel_values"], grids, return_dict=True)
         with stage("signals"):
             signals = {name: self._per_token(fused[block], kind, grids) for name, (kind, block) in sources.items()}
         side = int(tower.spatial_merge_size)
@@ -107,13 +115,16 @@ class Qwen(Adapter):
             tokens.append(
                 VisualTokens(
                     patches=features,
-                    grid=(times * rows // side, columns // side),
+                    grid=((1 if is_video else times) * rows // side, columns // side),
+                    frames=times if is_video else 1,
+                    times=self._seconds(inputs, i, times) if is_video else None,
                     origin=origin,
                     keys=image_signals.pop("keys", None),
                     signals=image_signals,
                 )
             )
-        return EncodedImages(tuple(tokens), tuple(len(image) for image in tokens), output)
+        modality = "video" if is_video else "image"
+        return EncodedImages(tuple(tokens), tuple(len(unit) for unit in tokens), output, modality=modality)
 
     def encode_smaller(
         self, inputs: Mapping[str, Any], reducer: Downsample | KeepShare
@@ -175,7 +186,9 @@ class Qwen(Adapter):
         full, deltas = self.inner.get_rope_index(
             ids,
             mm_token_type_ids=inputs["mm_token_type_ids"],
-            image_grid_thw=inputs["image_grid_thw"],
+            image_grid_thw=inputs.get("image_grid_thw"),
+            video_grid_thw=inputs.get("video_grid_thw"),
+            second_per_grid_ts=inputs.get("second_per_grid_ts"),
             attention_mask=mask,
         )
         rows = [full[:, row, kept] for row, kept in enumerate(prompt.kept)]
@@ -201,29 +214,32 @@ class Qwen(Adapter):
     def _check(self, inputs: Mapping[str, Any]) -> None:
         """Refuse inputs that would give wrong answers, before the tower runs."""
         name = type(self.model).__name__
-        for required in ("image_grid_thw", "mm_token_type_ids"):
+        kind, pixels = ("video", "pixel_values_videos") if self.has_videos(inputs) else ("image", "pixel_values")
+        for required in (f"{kind}_grid_thw", "mm_token_type_ids"):
             if inputs.get(required) is None:
                 raise BadParameter(
-                    f"{name} cannot position the tokens of an image without {required}, which its processor returns "
-                    "with pixel_values. Pass all outputs of the processor."
+                    f"{name} cannot position the tokens of {'a' if kind == 'video' else 'an'} {kind} without "
+                    f"{required}, which its processor returns with {pixels}. Pass all outputs of the processor."
                 )
-        check_grids(inputs["image_grid_thw"], inputs["pixel_values"], int(self.inner.visual.spatial_merge_size))
+        check_grids(
+            inputs[f"{kind}_grid_thw"], inputs[pixels], int(self.inner.visual.spatial_merge_size), f"{kind}_grid_thw"
+        )
         kinds = check_tensor("mm_token_type_ids", inputs["mm_token_type_ids"], BadParameter)
         if kinds.shape != inputs["input_ids"].shape or kinds.is_floating_point():
             raise BadParameter(
                 f"mm_token_type_ids must be integers of the shape of input_ids, {tuple(inputs['input_ids'].shape)}, "
                 f"got {kinds.dtype} of shape {tuple(kinds.shape)}. Pass all outputs of the processor."
             )
-        if any(inputs.get(video) is not None for video in ("pixel_values_videos", "video_grid_thw")):
-            raise BadParameter(
-                f"This call gives {name} both images and videos, and torino reduces images only. "
-                "Use separate calls, or run it outside the reduced block."
-            )
         if inputs.get("position_ids") is not None:
             raise BadParameter(
                 f"position_ids were given, and torino computes those of the reduced prompt with {name}'s own rule. "
                 "Omit them."
             )
+
+    def _seconds(self, inputs: Mapping[str, Any], video: int, frames: int) -> tuple[float, ...] | None:
+        """Return the times of the frames of a video, where the processor says how far they are apart (Qwen2.5-VL)."""
+        seconds = inputs.get("second_per_grid_ts")
+        return None if seconds is None else tuple(i * float(seconds[video]) for i in range(frames))
 
     def _signal_source(self, name: str, blocks: int) -> tuple[str, int]:
         """Return what a signal is (queries or keys) and the block it comes from."""
