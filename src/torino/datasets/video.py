@@ -292,6 +292,7 @@ def _read_file(path: Path, fps: float | None, frames: int | None, between: tuple
 def _opened(path: Path) -> Generator[_Reader]:
     with optional_import("Reading video files needs", "torino[video]"):
         import av
+        import av.error
         import av.logging
     av.logging.set_level(None)  # what FFmpeg says of a damaged file goes into our own sentence
     try:
@@ -300,7 +301,7 @@ def _opened(path: Path) -> Generator[_Reader]:
             yield _Reader(container, str(path))
     except (BadFile, BadParameter):
         raise
-    except (av.FFmpegError, ValueError, OSError, ArithmeticError) as error:
+    except (av.error.FFmpegError, ValueError, OSError, ArithmeticError) as error:
         raise _broken(str(path), error) from error
 
 
@@ -349,6 +350,7 @@ class _Reader:
     def read(self, times: Sequence[float]) -> list[tuple[float, Image.Image]]:
         """Return time and image of the frames shown at increasing times, each frame once."""
         import av
+        import av.error
 
         found: list[tuple[float, Image.Image]] = []
         current: VideoFrame | None = None
@@ -379,7 +381,7 @@ class _Reader:
                 if not found or shown > found[-1][0]:
                     try:
                         found.append((shown, _upright(current)))
-                    except (av.FFmpegError, ValueError) as error:
+                    except (av.error.FFmpegError, ValueError) as error:
                         raise _broken(self.name, error) from error
         if not found:
             raise _broken(self.name)
@@ -413,23 +415,25 @@ class _Reader:
 
     def _seek(self, target: float) -> Iterator[VideoFrame]:
         import av
+        import av.error
 
         try:
             self._container.seek(self._start + int(target / self._unit), stream=self._stream, backward=True)
-        except (av.FFmpegError, OSError):
+        except (av.error.FFmpegError, OSError):
             return iter(())
         return self._decode()
 
     def _decode(self) -> Iterator[VideoFrame]:
         """Decode from the current position; packets that cannot be decoded are counted and skipped."""
         import av
+        import av.error
 
         number = 0
         try:
             for packet in self._container.demux(self._stream):
                 try:
                     frames: list[Any] = packet.decode()
-                except (av.InvalidDataError, ValueError):
+                except (av.error.InvalidDataError, ValueError):
                     self.damaged += 1
                     continue
                 for frame in frames:
@@ -438,7 +442,7 @@ class _Reader:
                     number += 1
                     if self._time(frame) >= 0:
                         yield frame
-        except (av.FFmpegError, OSError):
+        except (av.error.FFmpegError, OSError):
             self.damaged += 1
 
 

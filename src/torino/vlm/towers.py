@@ -19,6 +19,7 @@ from torino.core.errors import BadFile, BadParameter, MissingSignal, TorinoError
 from torino.core.reduction import Reduction
 from torino.core.tokens import Origin, VisualTokens
 from torino.datasets.images import Padding, Picture, mean_color, open_image, prepare
+from torino.datasets.video import Video
 from torino.reducers import InTowerReducer, Reducer, as_in_tower
 from torino.vlm.hooks import CapturedFeatures, TowerLayout, capture, tower_layout
 from torino.vlm.in_tower import run_in_tower
@@ -289,7 +290,11 @@ class Tower:
         if (batch := to_integer("batch", batch)) < 1:
             raise BadParameter(f"batch must be at least 1, got {batch}.")
         is_empty = isinstance(images, list | tuple) and not images
-        sources = [] if is_empty else to_pictures(images)
+        sources: list[Picture] = []
+        for source in [] if is_empty else to_pictures(images):
+            if isinstance(source, Video):
+                raise BadParameter("A tower reads images, got a video. Give its frames: video.frames.")
+            sources.append(source)
         color = mean_color(self.processor)
         results: list[Result] = []
         for start in range(0, len(sources), batch):
