@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.support.video_files import av, frame_number, write_clip
-from torino.core.errors import BadFile, BadParameter
+from torino.core.errors import BadFile, BadParameter, MissingPackage
 from torino.datasets import video
 from torino.datasets.video import Video, open_video, sample_times
 
@@ -290,3 +291,22 @@ def test_folder_with_frames_of_different_sizes(tmp_path: Path) -> None:
     Image.new("RGB", (9, 8)).save(tmp_path / "2.png")
     with pytest.raises(BadFile, match="different sizes"):
         open_video(tmp_path)
+
+
+def test_only_files_need_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_clip(tmp_path / "clip.mp4")
+    Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(MissingPackage, match=r"Reading video files needs av.*torino\[video\]"):
+        open_video(path)
+    assert len(open_video(tmp_path)) == 1
+
+
+def test_a_part_of_a_video(tmp_path: Path) -> None:
+    path = write_clip(tmp_path / "clip.mp4", 20, 10.0)
+    opened = open_video(path, frames=2, between=(1.0, 1.8))
+    assert numbers(opened) == [12, 16]
+    assert np.allclose(opened.times, [1.2, 1.6])
+    assert numbers(open_video(path, fps=5, between=(1.5, 99.0))) == [15, 17, 19]
+    with pytest.raises(BadFile, match="none between 3 and 4"):
+        open_video(path, between=(3, 4))
