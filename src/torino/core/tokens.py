@@ -76,7 +76,7 @@ class VisualTokens:
     signals : mapping of str to Tensor
         Signals of other blocks or kinds by name, such as ``"keys@+1"``: the keys of the block after
         the feature layer.
-    words : tuple of str
+    question_words : tuple of str
         Words of the question, one for each row of the signal ``"words"``; empty without a question.
 
     Examples
@@ -92,7 +92,7 @@ class VisualTokens:
     cls_attention: Tensor | None = None
     keys: Tensor | None = None
     signals: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    words: tuple[str, ...] = ()
+    question_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check shapes, types and values."""
@@ -119,7 +119,7 @@ class VisualTokens:
         check_type("signals", self.signals, Mapping, "a mapping of names to tensors")
         for name, signal in self.signals.items():
             check_tensor(f"signals[{name!r}]", signal)
-        check_type("words", self.words, tuple, "a tuple of str")
+        check_type("question_words", self.question_words, tuple, "a tuple of str")
 
     @classmethod
     def of(cls, /, patches: Tensor, grid: tuple[int, int] | None = None, **others: Any) -> VisualTokens:
