@@ -42,6 +42,15 @@ def test_the_tower_and_the_sae_run_once(client: ExplorerClient, monkeypatch: pyt
     client.get("/api/photos/photo-0/reduction", by="torino-x(budget=5)")
 
 
+def test_methods_inside_the_language_model_are_refused(client: ExplorerClient) -> None:
+    names = [method["name"] for method in client.explorer.model.methods()]
+    assert "torino-m" in names
+    assert not {"fastv", "pyramiddrop", "dart"} & set(names)
+    refusal = client.refused("/api/photos/photo-0/reduction", by="fastv(budget=3)")
+    assert "inside the language model" in refusal
+    client.refused("/api/photos/photo-0/reduction", by="random(budget=3)+fastv(budget=2)")
+
+
 @pytest.mark.parametrize(
     "spec", [SPEC, "torino-p(k=3, delta=2, budget=5)", "visionzip(budget=6)", "tome-tower(budget=6)"]
 )

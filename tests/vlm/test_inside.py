@@ -19,7 +19,7 @@ from tests.support.reference_inside import RULES, reference_generate
 from tests.support.tiny import PATCHES
 from tests.vlm.test_families import MODELS, _Decoder
 from torino import Reduction, VisualTokens, make
-from torino.core.errors import BadParameter, BadTokens, MissingSignal, UnmetBudget
+from torino.core.errors import BadParameter, BadTokens, MissingSignal, TorinoError, UnmetBudget
 from torino.reducers import Composed, KeepShare, Reducer
 from torino.vlm import VLM, ReducingProcessor, reduced
 from torino.vlm.prefix import PrefixCache
@@ -279,6 +279,24 @@ def test_forward_keeps_the_length_of_the_prompt_and_its_padding(model: Any, spec
     assert torch.allclose(results[0][1][text], results[1][1][text], atol=1e-4)
 
 
+@pytest.mark.parametrize("spec", [*SPECS, "random(budget=9)+dart(budget=4)"])
+def test_labels_show_where_the_answer_begins(model: Any, spec: str) -> None:
+    """The logits of a given answer are those of generating it: the answer is not read to choose tokens."""
+    for question in (QUESTION, "ab#"):
+        inputs = tiny.prompt(question)
+        generated = ask(model, inputs, make(spec), suppress_tokens=[tiny.IMAGE])
+        whole = tiny.padded([generated.sequences[0].tolist()])
+        whole["pixel_values"] = inputs["pixel_values"]
+        labels = whole["input_ids"].clone()
+        labels[:, :-5] = -100
+        with reduced(model, make(spec)) as trace, torch.no_grad():
+            logits = model(**whole, labels=labels).logits[0, -6:-1]
+        with reduced(model, make(spec)) as expected:
+            model.generate(**inputs, max_new_tokens=1)
+        assert trace[0].sources.tolist() == expected[0].sources.tolist()
+        assert torch.allclose(logits, torch.cat(generated.logits), atol=1e-4)
+
+
 def test_gradients_reach_the_projector() -> None:
     model = tiny.llava(layers=4)
     with reduced(model, make("fastv", budget=3)):
@@ -426,6 +444,32 @@ def test_no_hook_remains_even_after_an_error(model: Any) -> None:
                 assert budget > PATCHES
     layers = model.get_decoder().layers
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
+
+
+def test_a_model_that_ignores_hooks_is_refused(model: Any) -> None:
+    """Compiled models do; without this check the answer would be that of all tokens."""
+    layers = model.get_decoder().layers
+    for layer in layers:
+        layer._call_impl = layer.forward  # what a compiler calls
+    try:
+        with reduced(model, make("fastv", budget=3)), pytest.raises(TorinoError, match=r"before torch\.compile"):
+            model.generate(**tiny.prompt(QUESTION), max_new_tokens=2)
+    finally:
+        for layer in layers:
+            del layer._call_impl
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", SPECS)
+def test_half_precision(spec: str, dtype: torch.dtype) -> None:
+    for attention in ("sdpa", "eager"):
+        model = tiny.llava(layers=4, attention=attention).to(dtype)
+        inputs = tiny.prompt(*ROWS)
+        inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+        with reduced(model, make(spec)) as trace:
+            output = model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True, output_logits=True)
+        assert all(bool(logits.isfinite().all()) for logits in output.logits)
+        assert {len(plan) for plan in trace} == {4 if "+" in spec else 5}
 
 
 def test_other_threads_use_the_stock_model(model: Any) -> None:

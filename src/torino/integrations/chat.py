@@ -200,9 +200,12 @@ class ChatModel:
         else:
             query = vlm.query_for(inputs, reducer)
             options: Mapping[str, Any] = {"positions": vlm.positions, "attention": vlm.attention}
+            labels = tensors["input_ids"].clone()
+            labels[:, :-count] = -100  # methods inside the language model must not read the continuation
+            tensors["labels"] = labels
             with reduced(vlm.model, reducer, text_query=query, **options) as trace:
                 logits = vlm.model(**tensors).logits  # of the reduced prompt, which ends alike
-            self._count(inputs, full - trace.before + trace.after, full)
+            self._count(inputs, full - trace.before + round(trace.layer_averaged), full)
         scores = logits[0, -count - 1 : -1].float()
         return float(cross_entropy(scores, written[0])), bool((scores.argmax(-1) == written[0]).all())
 

@@ -1,6 +1,6 @@
 """TORINO-Q: the tokens of TORINO-X, finer where the question asks.
 
-This method extends the paper; nobody else has published it.
+This method extends the paper.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def attention_row(
         With rotary embedding.
     """
     attention = layer.self_attn
-    states: Tensor = layer.input_layernorm(hidden[line : line + 1].to(attention.k_proj.weight.device))
+    states, weight = hidden[line : line + 1], next(layer.input_layernorm.parameters(), hidden)
+    states = layer.input_layernorm(states if weight.is_meta else states.to(weight.device))  # meta: offloaded
     cosine, sine = (_line(part, line).to(states.device) for part in given["position_embeddings"])
     last = slice(query, query + 1)
     keys = _heads(attention, "k", states, cosine, sine)
@@ -81,3 +82,17 @@ def _rotary_function(attention: nn.Module) -> Any:
 def _line(values: Tensor, line: int) -> Tensor:
     """Return one row of values that may be shared by all rows."""
     return values[line : line + 1] if len(values) > 1 else values
+
+
+def take_tokens(values: Tensor, index: Tensor, dimension: int) -> Tensor:
+    """Take tokens of each row; ``index`` has shape (rows, tokens), and ``values`` may be shared by all rows.
+
+    The dimension of the tokens is −1 or −2; that of the rows precedes it.
+    """
+    rows = list(values.shape)
+    rows[dimension - 1] = len(index)
+    values = values.expand(rows)
+    if dimension == -1:
+        return values.gather(-1, index.expand(*values.shape[:-1], -1))
+    wide = index[..., None].expand(*values.shape[:-2], -1, values.shape[-1])
+    return values.gather(-2, wide)

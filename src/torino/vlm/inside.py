@@ -7,7 +7,8 @@ layer is shorter than that of the first one, whose length transformers takes for
 the tokens that a layer has. After the last layer the tokens return to their places, with zeros for those that were
 dropped, so logits have the length of the prompt.
 
-The last token of a prompt is never dropped, even if the prompt ends with an image.
+The last token of a prompt is never dropped, even if the prompt ends with an image. If labels are given, the prompt ends
+before the first one, so the answer does not influence which tokens it reads.
 
 The signals of the reducers are computed from the inputs of the layers: one row of the attention map, not the whole map,
 so the model keeps its attention kernel. Copies of a prompt, such as beams, share one decision.
@@ -28,12 +29,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from torino.core.errors import BadParameter
+from torino.core.errors import BadParameter, TorinoError
 from torino.core.reduction import Reduction
 from torino.reducers import InLanguageModelReducer
 from torino.reducers._similarity import nearest_kept
 from torino.reducers.in_language_model import Stage, tokens_by_block
-from torino.vlm.decoder import attention_row, is_supported
+from torino.vlm.decoder import attention_row, is_supported, take_tokens
 from torino.vlm.hooks import placing
 
 if TYPE_CHECKING:
@@ -234,9 +235,10 @@ class InsideRun:
         self.images, self.bias, self.decoder = images, bias, cast(Any, adapter.model).get_decoder()
         self.layers: Sequence[Any] = self.decoder.layers
         self.prompt = ids.shape[1]
-        self.last = [int(row.nonzero()[-1]) for row in self.alive]  # the last token of each prompt
-        self.text = self.alive & (ids != adapter.image_token)
-        places = ((ids == adapter.image_token) & self.alive).nonzero()
+        is_image = (ids == adapter.image_token) & self.alive
+        self.last = _last_tokens(self.alive, is_image, inputs.get("labels"))
+        self.text = self.alive & ~is_image
+        places = is_image.nonzero()
         first = torch.tensor([0, *counts]).cumsum(0).tolist()
         self.rows: list[int] = []
         self.places: list[Tensor] = []
@@ -300,7 +302,11 @@ class InsideRun:
                 handle = self.layers[-1].register_forward_hook(self._after)
             stack.callback(handle.remove)
             yield
-        self._inputs.clear()
+        if set(self.blocks) - set(self._layouts):
+            raise TorinoError(
+                "The language model ran without the hooks that drop its tokens, which hooks on a compiled model cannot "
+                "do. Pass the model from before torch.compile, or choose a method that works before the language model."
+            )
 
     def _before(
         self, number: int, layer: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]
@@ -374,9 +380,9 @@ class InsideRun:
             index = layout.extended(self._copies(hidden), self.prompt, self._total, hidden.device).clamp(min=0)
             cut = {name: given.get(name) for name in ("position_ids", "position_embeddings")}
             if cut["position_ids"] is not None:
-                cut["position_ids"] = _take(cut["position_ids"], index, -1)
+                cut["position_ids"] = take_tokens(cut["position_ids"], index, -1)
             if cut["position_embeddings"] is not None:
-                cut["position_embeddings"] = tuple(_take(part, index, -2) for part in cut["position_embeddings"])
+                cut["position_embeddings"] = tuple(take_tokens(part, index, -2) for part in cut["position_embeddings"])
             self._embeddings = layout, cut
         return changed | self._embeddings[1]
 
@@ -436,6 +442,7 @@ class InsideRun:
         inner = torch.arange(self.prompt) if layout is None else layout.inner[row]
         text = self.text[row].clone()
         text[: int(self.places[image][-1])] = False
+        text[self.last[row] + 1 :] = False
         places, after = inner[self.places[image]].to(hidden.device), inner[text].to(hidden.device)
         states = self.decoder.norm(hidden[row * self._copies(hidden)])
         signals = {"hidden": states[places].float()}
@@ -456,6 +463,22 @@ class InsideRun:
         return attention_row(self.layers[number], hidden, given, row * self._copies(hidden), query, bias)
 
 
+def _last_tokens(alive: Tensor, is_image: Tensor, labels: Tensor | None) -> list[int]:
+    """Return the position of the last token of each prompt.
+
+    If labels follow the images, it is the token before the first label, because what follows is the answer.
+    """
+    last: list[int] = []
+    for row, (tokens, images) in enumerate(zip(alive, is_image, strict=True)):
+        known = tokens if labels is None else tokens & (labels[row].cpu() != -100)
+        places, answer = tokens.nonzero()[:, 0], known.nonzero()[:, 0]
+        before = places[:0] if labels is None or not len(answer) else places[places < answer[0]]
+        image = images.nonzero()[:, 0]
+        fits = len(before) and (not len(image) or before[-1] >= image[-1])
+        last.append(int(before[-1] if fits else places[-1]))
+    return last
+
+
 def _keep_last(kept: Tensor, score: Tensor, last: int) -> tuple[Tensor, Tensor]:
     """Let the last token of a prompt, from whose output the answer continues, replace the kept one of lowest score."""
     if int(kept[-1]) == last:
@@ -463,17 +486,3 @@ def _keep_last(kept: Tensor, score: Tensor, last: int) -> tuple[Tensor, Tensor]:
     others = torch.ones(len(kept), dtype=torch.bool)
     others[score.nan_to_num(torch.inf).argmin()] = False
     return torch.cat([kept[others], torch.tensor([last])]), torch.cat([score[others], torch.tensor([torch.nan])])
-
-
-def _take(values: Tensor, index: Tensor, dimension: int) -> Tensor:
-    """Take tokens of each row; ``index`` has shape (rows, tokens), and ``values`` may be shared by all rows.
-
-    The dimension of the tokens is −1 or −2; that of the rows precedes it.
-    """
-    rows = list(values.shape)
-    rows[dimension - 1] = len(index)
-    values = values.expand(rows)
-    if dimension == -1:
-        return values.gather(-1, index.expand(*values.shape[:-1], -1))
-    wide = index[..., None].expand(*values.shape[:-2], -1, values.shape[-1])
-    return values.gather(-2, wide)
