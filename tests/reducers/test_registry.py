@@ -53,7 +53,7 @@ def test_plan_checks_the_type_of_its_argument() -> None:
     assert type(make("torino-m", sae=RawEmbedding())) is TorinoMerge
 
 
-@pytest.mark.parametrize(("name", "near"), [("torino", "torino-p"), ("torino-y", "torino-m"), ("torinop", "torino-p")])
+@pytest.mark.parametrize(("name", "near"), [("torino", "torino-p"), ("torino-y", "torino-x"), ("torinop", "torino-p")])
 def test_similar_names_are_suggested(name: str, near: str) -> None:
     for call in (lambda: make(name), lambda: get(name), lambda: describe(name)):
         with pytest.raises(UnknownName, match=f"No reducer is called '{name}'. Did you mean .*'{near}'"):

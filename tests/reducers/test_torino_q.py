@@ -29,7 +29,7 @@ TENSORS = ("sources", "weights", "offsets", "anchor", "concept", "score")
 
 def with_question(image: VisualTokens, projected: Tensor, words: Tensor, generic: Tensor, *names: str) -> VisualTokens:
     signals = {"projected": projected, "words": words, "generic_words": generic}
-    return image.with_(signals=signals, words=names)
+    return image.with_(signals=signals, question_words=names)
 
 
 def random_case(seed: int, kind: str) -> VisualTokens:
@@ -65,7 +65,7 @@ def slow_evidence(image: VisualTokens) -> tuple[list[str], list[list[float]]]:
 
     patches, words, generic = (image.signals[name].tolist() for name in ("projected", "words", "generic_words"))
     names, rows = list[str](), list[list[float]]()
-    for name, word in zip(image.words, words, strict=True):
+    for name, word in zip(image.question_words, words, strict=True):
         if any(cosine(word, other) > 1 - 1e-6 for other in generic):
             continue
         names.append(name)
@@ -197,7 +197,7 @@ def test_an_unrelated_question_keeps_the_tokens_of_the_parent(
 def test_words_of_generic_questions_have_no_influence() -> None:
     image = random_case(1, "random")
     generic = image.signals["generic_words"]
-    image = image.with_(signals={**image.signals, "words": 2 * generic}, words=tuple("abcdef"))
+    image = image.with_(signals={**image.signals, "words": 2 * generic}, question_words=tuple("abcdef"))
     plan = TorinoQ(RAW, budget=2, threshold=0.1).plan(image)
     assert torch.equal(plan.anchor, TorinoX(RAW, budget=2).plan(image).anchor)
 
@@ -262,7 +262,7 @@ def two_objects() -> VisualTokens:
 
 def test_relevant_groups_are_fine_and_others_coarse() -> None:
     dog = two_objects()
-    car = dog.with_(signals={**dog.signals, "words": torch.eye(32)[2:3]}, words=("car",))
+    car = dog.with_(signals={**dog.signals, "words": torch.eye(32)[2:3]}, question_words=("car",))
     reducer = TorinoQ(RAW, budget=8, concepts=2, threshold=2.0, locality=1.0)
     left, right = [1, 7, 13, 19], [4, 10, 16, 22]
     plans = {name: reducer.plan(image) for name, image in (("dog", dog), ("car", car))}

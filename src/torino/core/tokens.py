@@ -77,7 +77,7 @@ class VisualTokens:
     signals : mapping of str to Tensor
         Signals of other blocks or kinds by name, such as ``"keys@+1"``: the keys of the block after
         the feature layer.
-    words : tuple of str
+    question_words : tuple of str
         Words of the question, one for each row of the signal ``"words"``; empty without a question.
     frames : int
         Number of frames of a video; 1 for an image.
@@ -99,7 +99,7 @@ class VisualTokens:
     cls_attention: Tensor | None = None
     keys: Tensor | None = None
     signals: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    words: tuple[str, ...] = ()
+    question_words: tuple[str, ...] = ()
     frames: int = 1
     times: tuple[float, ...] | None = None
 
@@ -135,7 +135,7 @@ class VisualTokens:
         check_type("signals", self.signals, Mapping, "a mapping of names to tensors")
         for name, signal in self.signals.items():
             check_tensor(f"signals[{name!r}]", signal)
-        check_type("words", self.words, tuple, "a tuple of str")
+        check_type("question_words", self.question_words, tuple, "a tuple of str")
 
     @classmethod
     def of(cls, /, patches: Tensor, grid: tuple[int, int] | None = None, **others: Any) -> VisualTokens:

@@ -143,7 +143,7 @@ class TorinoQ(TorinoX):
             normalize(read_signal(image, name, self.name, (None, projected.shape[1])).to(projected.device).float())
             for name in ("words", "generic_words")
         )
-        names = image.words if len(image.words) == len(words) else tuple(map(str, range(len(words))))
+        names = image.question_words if len(image.question_words) == len(words) else tuple(map(str, range(len(words))))
         special = (words @ generic.T).amax(1) < SAME_WORD
         common = patches @ generic.T
         deviation, mean = torch.std_mean(common, dim=1, correction=0)

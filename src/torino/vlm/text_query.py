@@ -312,7 +312,7 @@ class WordText:
             self._generic = sorted({token for text in GENERIC_QUESTIONS for token in self._ids(text)})
         generic = table(torch.tensor(self._generic, device=next(table.parameters()).device)).float()
         signals = {**tokens.signals, "generic_words": generic.to(tokens.patches.device)}
-        return tokens.with_(signals=signals, words=self.words(question))
+        return tokens.with_(signals=signals, question_words=self.words(question))
 
     def words(self, question: str) -> tuple[str, ...]:
         """Return the word that each token of a question belongs to."""
