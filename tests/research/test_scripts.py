@@ -101,8 +101,13 @@ def test_every_combination_is_one_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
     options = {"model": "lab", "data": tmp_path, "tasks": ["A", "B"], "methods": "all", "budget": "8", "batch": 4}
     options |= {"sae": ["lab"], "dtype": "bfloat16", "processes": 2, "output": tmp_path}
+    options |= {"part": None, "limit": None}
     words = factorial.command(SimpleNamespace(**options), "median-restore", 2)
     assert words[words.index("--positions") + 1 :][:3] == ["median", "--attention", "restore"]
     assert words[words.index("--shard") + 1] == "2/2"
     assert words[words.index("-o") + 1] == str(tmp_path / "median-restore")
     assert len(factorial.COMBINATIONS) == 9
+    more = SimpleNamespace(**options | {"part": "inside", "limit": 24})
+    words = factorial.command(more, "median-restore", 1)
+    assert words[words.index("-o") + 1] == str(tmp_path / "median-restore.inside")
+    assert words[words.index("--limit") + 1] == "24"

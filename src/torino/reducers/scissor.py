@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.cluster.hierarchy import linkage
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
@@ -179,6 +178,8 @@ def components(linked: NDArray[np.bool_] | csr_array) -> Ints:
 
 def link_until(cosine: NDArray[np.float64], count: int) -> Ints:
     """Link pairs in order of descending cosine until ``count`` components are left (single linkage)."""
+    from scipy.cluster.hierarchy import linkage  # takes 0.3 s to import, and only this variant needs it
+
     n = len(cosine)
     if n == count:
         return np.arange(n)
