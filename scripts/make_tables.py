@@ -388,6 +388,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "lab-names": lab_names,
     "serving-transformers": lambda: serving_tables.load_test(result("serving-transformers")),
     "serving-vllm": lambda: serving_tables.load_test(result("serving-vllm")),
+    "serving-vllm-engine": lambda: serving_tables.load_test(result("serving-vllm-engine")),
     "serving-faults": lambda: serving_tables.faults(result("serving-faults")),
     "lab-tasks": lab_tasks,
     "lab-parts": lab_parts,
