@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,21 @@ def test_a_damaged_file_of_names_is_not_overwritten(client: ExplorerClient) -> N
     file.write_text("{broken", encoding="utf-8")
     assert "names.json" in rename(client, 1, "x", 400)["error"]["message"]
     assert file.read_text(encoding="utf-8") == "{broken"
+
+
+def test_the_explorer_waits_for_the_atlas_before_it_ends(
+    open_client: Callable[..., ExplorerClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torino.explorer.atlas import ConceptAtlas
+
+    finished: list[bool] = []
+
+    def build(self: ConceptAtlas) -> None:
+        self._stop.wait(60)
+        time.sleep(0.2)
+        finished.append(self._stop.is_set())
+
+    monkeypatch.setattr(ConceptAtlas, "build", build)
+    with open_client().http:
+        assert not finished
+    assert finished == [True]

@@ -60,9 +60,10 @@ def test_similar_names_are_suggested(name: str, near: str) -> None:
             call()
 
 
-def test_all_names_are_listed_without_similar_ones() -> None:
-    with pytest.raises(UnknownName, match=r"No reducer is called 'zzz'. Known: .*torino-m.*torino list"):
+def test_without_similar_names_all_are_listed_or_the_command_is() -> None:
+    with pytest.raises(UnknownName, match=r"No reducer is called 'zzz'. Run 'torino list' to see all names.$"):
         make("zzz")
+    assert "Known: alpha, beta. Run 'list'" in str(unknown_name("method", "zzz", ["alpha", "beta"], "list"))
     assert "Known: none" in str(unknown_name("method", "a", []))
     assert issubclass(UnknownName, ValueError)
 

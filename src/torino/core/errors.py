@@ -61,6 +61,9 @@ class MissingPackage(TorinoError):
     """An optional package is not installed; the message names the extra that brings it."""
 
 
+MANY = 20  # names that are not listed in a message if a command lists them
+
+
 class UnknownName(TorinoError):
     """No entry of this name is registered."""
 
@@ -92,6 +95,8 @@ def unknown_name(kind: str, name: object, known: Iterable[str], command: str = "
     """
     names = list(known)
     close = get_close_matches(name, names, n=3, cutoff=0.6) if isinstance(name, str) and len(name) < 200 else []
-    hint = f"Did you mean {', '.join(map(repr, close))}?" if close else f"Known: {', '.join(names) or 'none'}."
+    hint = f" Did you mean {', '.join(map(repr, close))}?" if close else f" Known: {', '.join(names) or 'none'}."
+    if command and not close and len(names) > MANY:
+        hint = ""
     advice = f" Run '{command}' to see all names." if command else ""
-    return UnknownName(f"No {kind} is called {name!r:.80}. {hint}{advice}")
+    return UnknownName(f"No {kind} is called {name!r:.80}.{hint}{advice}")

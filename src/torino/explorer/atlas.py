@@ -45,6 +45,7 @@ from torino.sae.identity import hash_sae
 ConceptSort = Literal["specificity", "usage", "monosemanticity", "strength", "name", "number"]
 MAX_PHOTOS = 2000  # photos of a collection that the atlas reads
 KEEP = 12  # top photos of a concept
+STOP_SECONDS = 30.0  # far more than a photo takes
 BINS = 24  # of the histogram of activations
 NEIGHBORS = 8
 THUMBNAIL = 224
@@ -202,14 +203,18 @@ class ConceptAtlas:
         self.done, self.error = 0, ""
         self._thumbnails: dict[int, bytes] = {}
         self._stop = threading.Event()
+        self._builder: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to build."""
-        threading.Thread(target=self.build, name="atlas", daemon=True).start()
+        self._builder = threading.Thread(target=self.build, name="atlas", daemon=True)
+        self._builder.start()
 
     def stop(self) -> None:
-        """Stop building after the current photo."""
+        """Stop building after the current photo, and wait for it: a process must not end while torch computes."""
         self._stop.set()
+        if self._builder is not None:
+            self._builder.join(STOP_SECONDS)
 
     def build(self) -> None:
         """Read the saved atlas, or make it and save it; an error is kept for the status."""
