@@ -22,7 +22,8 @@ ASK = ["ask", "astronaut", "Is there a person in the photo?"]
 PROCESSES = {
     "python": ["-c", "pass"],
     "import torch": ["-c", "import torch"],
-    "import torino": ["-c", "import torino; torino.SAE; torino.make"],
+    "import torino": ["-c", "import torino"],
+    "import torino, SAE and methods": ["-c", "import torino; torino.SAE; torino.make"],
     "torino --help": ["-m", "torino", "--help"],
 }
 
@@ -97,12 +98,16 @@ def main() -> None:
         if turn:  # the first round reads files into memory
             rounds.append({**seconds, **{f"ask: {part}": value for part, value in asked.items()}})
     median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-    ratio = statistics.median(one["import torino"] / one["import torch"] for one in rounds)
+    lazily, whole = (
+        statistics.median(one[name] / one["import torch"] for one in rounds)
+        for name in ("import torino", "import torino, SAE and methods")
+    )
     from report import machine, table, write_section
 
     wanted = [
         ("`torino --help`, under 0.5 s", f"{median['torino --help']:.2f} s", median["torino --help"] < 0.5),
-        ("`import torino`, its SAE and methods: at most 1.2 × `import torch`", f"{ratio:.2f} ×", ratio <= 1.2),
+        ("`import torino`: at most 1.2 × `import torch`, which it does not import", f"{lazily:.2f} ×", lazily <= 1.2),
+        ("the same with its SAE and all methods, which import torch", f"{whole:.2f} ×", whole <= 1.2),
         ("`torino ask`, the rest: under 1 s", f"{median['ask: rest']:.2f} s", median["ask: rest"] < 1.0),
     ]
     text = "\n\n".join(
