@@ -8,6 +8,7 @@ threads changes no answer is tested where it could (test_exact_topk.py).
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
@@ -31,3 +32,8 @@ settings.register_profile(
 settings.load_profile("torino")
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that start many processes, so that no single one is left at the end."""
+    items.sort(key=lambda item: not item.path.name.startswith("test_extras"))

@@ -90,7 +90,7 @@ def test_a_named_method_yields_a_setting_or_an_error(home: Path, tmp_path: Path)
     evaluate(home, tmp_path / "alone", "--methods", "none")
     assert list(open_run(tmp_path / "alone").settings) == ["full"]
     everything = evaluate(home, tmp_path / "all", "--budget", "5", "--limit", "1")
-    assert "Left out: scts, torino-m, torino-p, torino-x, which read concepts: give --sae." in everything.text
+    assert "Left out: scts, torino-m, torino-p, torino-q, torino-x, which read concepts: give --sae." in everything.text
     assert "Left out: cdpruner, which read the question: give --clip." in everything.text
 
 

@@ -53,7 +53,7 @@ class FakeTextQuery:
             raise RuntimeError("too long")
         return self
 
-    def add(self, adapter: Any, encoded: Any, inputs: Any) -> Any:
+    def add(self, adapter: Any, encoded: Any, inputs: Any, needs: Any = ()) -> Any:
         (unit,) = encoded.tokens
         source = torch.Generator().manual_seed(1)
         signals = {"joint": torch.randn(16, 8, generator=source), "text": torch.randn(1, 8, generator=source)}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.markup import escape
 
 from torino.cli._common import PaddingChoice, out
@@ -33,8 +33,8 @@ def draw_video(
     title = f"{Path(video.name).stem} · {tower.origin} · {label}"
     if output.suffix.lower() in ANIMATED:
         times = frame_times(plan)
-        seconds = np.diff(times, append=times[-1] + (times[-1] - times[-2] if len(times) > 1 else 1.0))
-        save_animation(draw_animation(images, plan, title=title), output, seconds.tolist())
+        seconds = [float(after - before) for before, after in pairwise(times)]
+        save_animation(draw_animation(images, plan, title=title), output, [*seconds, *(seconds[-1:] or [1.0])])
     else:
         save_picture(draw_film(images, plan, title=title), output)
     rates = tokens_per_second(plan)

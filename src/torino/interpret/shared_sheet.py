@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from math import isqrt
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 
 from torino.core.errors import BadParameter
+from torino.core.extras import optional_import
 from torino.interpret.shared_concepts import SharedConcept
 from torino.interpret.sheet import ACCENT, INK, LINE, MUTED, PAPER
 from torino.viz.draw import transliterate
 from torino.viz.figures import truncate_text
+
+with optional_import("Drawing needs", "torino[vlm]"):
+    from PIL import Image, ImageDraw, ImageFont
 
 CELL, GAP, MARGIN, TEXT = 132, 8, 24, 300
 Loader = Callable[[int], tuple[Image.Image, int]]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from prometheus_client import REGISTRY
-
+from torino.core.extras import optional_import
 from torino.serving.server.metrics import ServerMetrics
+
+with optional_import("Serving with vLLM needs", "torino[vllm]"):
+    from prometheus_client import REGISTRY
 
 
 @lru_cache(1)

@@ -27,6 +27,7 @@ REFUSED = {
     "gemma3": "its visual tokens attend to each other in both directions, which vLLM derives from whole images",
     "idefics3": "its prompt has markers for the rows and columns of tiles, which vLLM writes for complete tiles",
     "internvl": "vLLM prepares its images with code of its own, so pixels differ from those of torino",
+    "llava_next_video": "vLLM reads only videos with it, and the plug-in reduces images",
     "llava_onevision": "vLLM counts its tokens with a rule of its own for images over the tile limit",
     "paligemma": "its visual tokens attend to each other in both directions, which vLLM derives from whole images",
     "qwen3_vl": "it adds visual features in several layers of its language model (deepstack)",
