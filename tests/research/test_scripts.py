@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.synthetic_run import write_synthetic_run
+from torino.core.checksum import with_checksum
 
 SCRIPTS = Path(__file__).parents[2] / "research" / "scripts"
 
@@ -111,3 +113,27 @@ def test_every_combination_is_one_run(tmp_path: Path, monkeypatch: pytest.Monkey
     words = factorial.command(more, "median-restore", 1)
     assert words[words.index("-o") + 1] == str(tmp_path / "median-restore.inside")
     assert words[words.index("--limit") + 1] == "24"
+
+
+def test_packed_runs_name_no_folder_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import pack_runs
+
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "compact-plain"
+    (run / "answers").mkdir(parents=True)
+    (run / "answers" / "1of1.jsonl").write_text('{"prediction": "yes"}\n', encoding="utf-8")
+    (run / ".run.json.lock").write_text("")
+    metadata = with_checksum({"tasks": [{"path": str(tmp_path / "build" / "A.tsv")}]})
+    (run / "run.json").write_text(json.dumps(metadata), encoding="utf-8")
+
+    pack_runs.pack(tmp_path / "runs", tmp_path / "runs.tar.xz")
+    content = lzma.decompress((tmp_path / "runs.tar.xz").read_bytes())
+    assert str(tmp_path).encode() not in content
+    assert b".lock" not in content
+    pack_runs.unpack(tmp_path / "runs.tar.xz", tmp_path / "again")
+    again = tmp_path / "again" / "compact-plain"
+    assert json.loads((again / "run.json").read_text(encoding="utf-8")) == metadata
+    assert (again / "answers" / "1of1.jsonl").read_bytes() == (run / "answers" / "1of1.jsonl").read_bytes()
+    with pytest.raises(SystemExit, match="not empty"):
+        pack_runs.unpack(tmp_path / "runs.tar.xz", tmp_path / "again")
