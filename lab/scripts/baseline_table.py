@@ -1,4 +1,4 @@
-"""Compare the lab's model with guessing: every task with the photo, without it, and with one answer to all questions.
+r"""Compare the lab's model with guessing: every task with the photo, without it, and with one answer to all questions.
 
 Reads two runs of ``torino eval --methods none``, one on the tasks of ``make_tasks.py`` and one on those of
 ``make_tasks.py --blank``, and writes a result file. A task counts as learned if the interval of the difference between
@@ -9,11 +9,14 @@ Examples
 ::
 
     python lab/scripts/baseline_table.py runs/lab runs/blank --data build/lab/tasks -o research/results/lab-tasks.json
+    python lab/scripts/baseline_table.py runs/signs runs/signs-blank --data build/lab/tasks \
+        --keep research/results/lab-tasks.json -o research/results/lab-tasks.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import sys
 from datetime import date
@@ -39,6 +42,7 @@ def main() -> None:
     add("blank", type=Path, help="run without them")
     add("--data", type=Path, required=True, help="folder with the TSV files of make_tasks.py")
     add("-o", "--output", type=Path, required=True, help="result file")
+    add("--keep", type=Path, help="earlier result file, whose tasks are kept if they are not in the runs")
     add("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
     args = parser.parse_args()
     run, blank = open_run(args.run), open_run(args.blank)
@@ -47,9 +51,12 @@ def main() -> None:
     with_photo, without = run.scores(args.data), blank.scores()
     tasks = run.open_tasks(args.data)
     rows: list[dict[str, Any]] = []
+    earlier = {} if args.keep is None else json.loads(args.keep.read_text(encoding="utf-8"))
+    kept = {row["task"]: row for row in earlier.get("rows", [])}
     for name in TASKS:
         if name not in with_photo or name not in without:
-            print(f"{name}: not in both runs, left out", file=sys.stderr)
+            print(f"{name}: not in both runs, {'kept' if name in kept else 'left out'}", file=sys.stderr)
+            rows += [kept[name]] if name in kept else []
             continue
         seen, guessed = with_photo[name][SETTING], without[name][SETTING]
         low, high = difference(seen.by_image(), guessed, seen.images, args.seed)
@@ -80,7 +87,10 @@ def main() -> None:
             "name": args.output.stem,
             "title": "The lab's model against guessing, on dev photos",
             "report": None,
-            "command": "python " + " ".join(["lab/scripts/baseline_table.py", *sys.argv[1:]]),
+            "command": [
+                *_list(earlier.get("command")),
+                " ".join(["python lab/scripts/baseline_table.py", *sys.argv[1:]]),
+            ],
             "seed": args.seed,
             "date": date.today().isoformat(),
             "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
@@ -88,6 +98,10 @@ def main() -> None:
             "rows": rows,
         },
     )
+
+
+def _list(value: Any) -> list[str]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def difference(seen: Any, blank: Any, images: tuple[str, ...], seed: int) -> tuple[float, float]:
