@@ -389,6 +389,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "serving-transformers": lambda: serving_tables.load_test(result("serving-transformers")),
     "serving-vllm": lambda: serving_tables.load_test(result("serving-vllm")),
     "serving-vllm-engine": lambda: serving_tables.load_test(result("serving-vllm-engine")),
+    "serving-store": lambda: serving_tables.store(result("serving-store")),
     "serving-faults": lambda: serving_tables.faults(result("serving-faults")),
     "lab-tasks": lab_tasks,
     "lab-parts": lab_parts,
