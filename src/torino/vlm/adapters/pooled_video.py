@@ -9,6 +9,7 @@ stock model; a merged token is merged from the pooled tokens and then projected.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -37,13 +38,13 @@ class PooledVideo(LlavaNext):
         """Inputs that belong to the pixels."""
         return (*super().pixel_names, "pixel_values_videos")
 
+    @abstractmethod
     def pool(self, values: Tensor) -> Tensor:
         """Pool values (frames, patches, F) as the model pools the patches of a frame."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stock_videos(self, states: Tensor) -> Tensor:
         """Return the features (frames, pooled, E) that the unreduced model computes from the tower's tokens."""
-        raise NotImplementedError
 
     def encode(self, inputs: Mapping[str, Any], needs: frozenset[str]) -> EncodedImages:
         """Encode tiles of images as in LLaVA-NeXT, or each video as one unit of several frames."""
