@@ -51,7 +51,11 @@ class Uniform(Reducer):
         """Plan one image."""
         if self.budget > len(tokens):
             raise budget_error(self.name, self.budget, len(tokens))
-        cell, center = video_cells(tokens.frames, tokens.grid, self.budget, min(tokens.frames, self.budget))
+        cell, center = video_cells(tokens.frames, tokens.grid, self.budget, self._spans(tokens))
         order = torch.tensor(center).argsort() if self.order == "raster" else torch.arange(self.budget)
         position = order.argsort()
         return Reduction.pick(torch.tensor(center)[order], by=self.spec, assigned=position[cell], **tokens.layout)
+
+    def _spans(self, tokens: VisualTokens) -> int:
+        """Return into how many spans of frames a video is divided."""
+        return min(tokens.frames, self.budget)

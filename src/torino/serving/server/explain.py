@@ -40,14 +40,14 @@ def _image(image: ImageReport, names: Mapping[int, str]) -> dict[str, Any]:
 def _groups(plan: Reduction, names: Mapping[int, str]) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     for token in range(len(plan)):
-        told = plan.explain(token, names)
-        group: dict[str, Any] = {"token": token, "role": told.role, "patches": list(told.stands_for)}
-        if told.anchor >= 0:
-            group["anchor"] = told.anchor
-        if told.concept is not None:
-            group["concept"] = _concept(told.concept, names)
-        if told.words:
-            group["words"] = list(told.words)
+        explanation = plan.explain(token, names)
+        group: dict[str, Any] = {"token": token, "role": explanation.role, "patches": list(explanation.stands_for)}
+        if explanation.anchor >= 0:
+            group["anchor"] = explanation.anchor
+        if explanation.concept is not None:
+            group["concept"] = _concept(explanation.concept, names)
+        if explanation.words:
+            group["words"] = list(explanation.words)
         groups.append(group)
     return groups
 
