@@ -170,7 +170,7 @@ def test_options_of_the_command_reach_vllm(tmp_path: Path, monkeypatch: pytest.M
     assert pairs["--limit-mm-per-prompt"] == '{"image": 3}'
     assert pairs["--allowed-media-domains"].endswith(".invalid")
     assert pairs["--middleware"] == MIDDLEWARE
-    assert pairs["--max-num-seqs"] == "8"
+    assert (pairs["--max-num-seqs"], pairs["--shutdown-timeout"]) == ("8", "30")
     assert pairs["--override-generation-config"] == '{"max_new_tokens": 512}'
     assert read_limits(environment[VARIABLE]) == (options, "json")
     assert "key" not in words

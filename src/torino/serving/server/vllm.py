@@ -258,7 +258,7 @@ def run_plugin(plan: ServerPlan, placement: Literal["processor", "engine"]) -> i
     options = plan.options
     words = ["--middleware", MIDDLEWARE, "--allowed-media-domains", NO_HOST]
     words += ["--limit-mm-per-prompt", json.dumps({"image": options.max_images})]
-    words += ["--max-num-seqs", str(options.batch)]
+    words += ["--max-num-seqs", str(options.batch), "--shutdown-timeout", str(round(options.grace))]
     words += ["--override-generation-config", json.dumps({"max_new_tokens": options.max_tokens})]
     words += ["--mm-processor-cache-gb", f"{options.cache_bytes / 2**30:g}"]
     if options.name != plan.model:
